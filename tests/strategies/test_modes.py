@@ -12,7 +12,7 @@ from tests.multiprocess.scripts.common import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from azureml_strategy.strategies.modes import tell_evaluation_modes
+from azureml_strategy.strategies.modes import warn_of_evaluation_modes
 
 
 class Net(LightningModule):
@@ -33,7 +33,7 @@ class Tells(Callback):
     """As the strategies do."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        tell_evaluation_modes(pl_module)
+        warn_of_evaluation_modes(pl_module)
 
 
 def whole(net: Net) -> None:

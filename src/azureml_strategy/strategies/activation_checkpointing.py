@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,10 +27,7 @@ def checkpointed(module: nn.Module) -> Callable[..., Any]:
     if not any(isinstance(layer, NORM_WITH_STATISTICS) for layer in module.modules()):
         return partial(checkpoint, use_reentrant=False)  # torch.compile takes no contexts
 
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _without_statistics(module)
-
-    return partial(checkpoint, use_reentrant=False, context_fn=contexts)
+    return partial(checkpoint, use_reentrant=False, context_fn=lambda: (nullcontext(), _without_statistics(module)))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ def for_each_parameter(
     known: set[nn.Parameter] = set()
     own: Any = type(optimizer)
 
-    def see() -> None:
+    def call_with_new() -> None:
         for each in find(optimizer):
             if each not in known:
                 known.add(each)
@@ -31,13 +31,13 @@ def for_each_parameter(
 
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
         own.add_param_group(self, param_group)
-        see()
+        call_with_new()
 
-    def as_own_class(self: Optimizer, protocol: Any) -> Any:
-        _, _, *state = own.__reduce_ex__(self, protocol)  # of a copy, or in a file
+    def reduce_to_own_class(self: Optimizer, protocol: Any) -> Any:  # of a copy, or in a file
+        _, _, *state = own.__reduce_ex__(self, protocol)
         return (copyreg.__newobj__, (own,), *state)  # type: ignore[attr-defined]
 
-    see()
+    call_with_new()
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    methods = {"add_param_group": add_param_group, "__reduce_ex__": as_own_class}
+    methods = {"add_param_group": add_param_group, "__reduce_ex__": reduce_to_own_class}
     optimizer.__class__ = type(own.__name__, (own,), {**names, **methods})

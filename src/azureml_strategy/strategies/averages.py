@@ -7,7 +7,7 @@ the module was. But for each validation they swap it with the module's weights, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,12 +22,12 @@ from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 from azureml_strategy.lightning_internals import average_of, extend_swap
 
 _HALVES = (torch.bfloat16, torch.float16)
-# The values of averages that a module has at the moment.
+# While an average is swapped with the module's weights: its own values, not rounded to the type of those.
 _lent: WeakKeyDictionary[nn.Module, list[Tensor]] = WeakKeyDictionary()
 
 
 def keep_averages(trainer: Trainer, precision: str) -> None:
-    """Have the averages of Lightning's callbacks whole, and in float32. They are copies that nothing computes with.
+    """Make the averages of Lightning's callbacks whole and float32. They are copies that no step computes with.
 
     Call it after `configure_model` and the callbacks' `setup`, and before a checkpoint is loaded into them.
 
@@ -35,22 +35,35 @@ def keep_averages(trainer: Trainer, precision: str) -> None:
         trainer: with the callbacks.
         precision: as in `Trainer(precision=...)`.
     """
+    module = trainer.lightning_module
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging):
-            _copy_anew(callback, trainer)
         average = average_of(callback) if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) else None
-        if average is None or not (_widen(average) or precision in ("bf16-true", "16-true")):
+        if average is None:
+            continue
+        misses_some = len(list(average.parameters())) < len(list(module.parameters()))
+        if isinstance(callback, StochasticWeightAveraging) and misses_some:
+            # configure_model has added to the module after the callback copied it, and it would not average that.
+            callback.setup(trainer, module, "fit")
+            average = average_of(callback)
+            assert average is not None
+        if not (_widen(average) or precision in ("bf16-true", "16-true")):
             continue
         if isinstance(average, AveragedModel) and average.multi_avg_fn is None:
+            # In the type of the average: a hundredth of a weight in bfloat16 would be rounded again.
             own = average.avg_fn or get_swa_avg_fn()  # type: ignore[no-untyped-call]
             average.avg_fn = partial(_average_in_its_type, own)
         if isinstance(callback, WeightAveraging):
             extend_swap(callback, _swap_exactly)
 
 
-def tell_rounded_averages(callbacks: Iterable[Callback], module: LightningModule) -> None:
+def warn_of_rounded_averages(callbacks: Iterable[Callback], module: LightningModule) -> None:
     """Warn of averages of the user's in 16 bits. They are not widened: a step may compute with them."""
-    found = [name for name, each in _averages(callbacks, module) if any(map(_is_half, each.parameters()))]
+    averages = [*module.named_modules()]
+    for callback in callbacks:
+        averages += [(f"{type(callback).__name__}.{name}", value) for name, value in vars(callback).items()]
+    found = [
+        name for name, each in averages if isinstance(each, AveragedModel) and any(map(_is_half, each.parameters()))
+    ]
     if found:
         rank_zero_warn(
             f"{', '.join(found)} averages weights in 16 bits, which lose what an average moves by in a step: with a "
@@ -59,25 +72,8 @@ def tell_rounded_averages(callbacks: Iterable[Callback], module: LightningModule
         )
 
 
-def _averages(callbacks: Iterable[Callback], module: LightningModule) -> Iterator[tuple[str, nn.Module]]:
-    for name, each in module.named_modules():
-        if isinstance(each, AveragedModel):
-            yield name, each
-    for callback in callbacks:
-        for name, value in vars(callback).items():
-            if isinstance(value, AveragedModel):
-                yield f"{type(callback).__name__}.{name}", value
-
-
-def _copy_anew(callback: StochasticWeightAveraging, trainer: Trainer) -> None:
-    """Have a callback copy the module again if `configure_model` has added to it: it would not average that."""
-    average, module = average_of(callback), trainer.lightning_module
-    if average is not None and len(list(average.parameters())) < len(list(module.parameters())):
-        callback.setup(trainer, module, "fit")
-
-
 def _widen(average: nn.Module) -> bool:
-    """Make what is 16 bits float32, and tell whether anything was."""
+    """Make what is 16 bits float32, and return whether a parameter was."""
     parameters = list(filter(_is_half, average.parameters()))
     for parameter in parameters:
         parameter.data = parameter.data.float()
@@ -88,7 +84,6 @@ def _widen(average: nn.Module) -> bool:
 
 
 def _average_in_its_type(average: Callable[..., Tensor], kept: Tensor, new: Tensor, count: Any) -> Tensor:
-    """Average weights in the type of the average: a hundredth of a weight in bfloat16 is rounded again."""
     return average(kept, new.to(kept.dtype), count)
 
 

@@ -40,8 +40,8 @@ class CompletingDDP(DistributedDataParallel):
         reduced: the parameters whose gradients it averages, in the reducer's order.
         equal: the parameters of which all ranks have got the first one's values.
         has_reduced: whether there was a backward pass.
-        awaits_backward: whether the reducer was told to expect a backward pass that has not come yet; to be set by who
-            tells it.
+        awaits_backward: whether the reducer expects a backward pass that has not come yet; set by the caller of the
+            forward pass.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -64,8 +64,8 @@ class CompletingDDP(DistributedDataParallel):
         if self.static_graph:
             self.awaits_backward = False
             return
-        # The engine runs these at the end of the pass, in the order in which they came. The reducer's own end, which
-        # comes while the pass runs, is before the second one.
+        # The engine runs these callbacks at the end of the pass, in the order in which they were queued. The reducer
+        # queues its own while the pass runs, so that it comes before the second one.
         _at_end_of_pass(lambda: _at_end_of_pass(self._complete))
 
     def _complete(self) -> None:
@@ -77,15 +77,15 @@ class CompletingDDP(DistributedDataParallel):
         without = [index for index in missing if self.reduced[index].grad is None]
         for index in missing:
             reducer._autograd_hook(index)
-        # With the former the reducer does so; with `join`, ranks that have ended would not take part.
+        # With find_unused_parameters the reducer does so itself; with `join`, ranks that have ended take no part.
         if not (self.find_unused_parameters or self._join_config.enable):
             _at_end_of_pass(lambda: self._leave_unused(without))
 
     def _leave_unused(self, without: list[int]) -> None:
-        """Take the zeros of parameters that no rank has used: an optimizer passes over one without a gradient.
+        """Remove the zero gradients of parameters that no rank has used, so that an optimizer passes over them.
 
-        One with a gradient of zeros would still move by momentum and decay. The numbers do not tell: what another rank
-        has used may have a gradient of zeros too.
+        A parameter with a gradient of zeros would still move by momentum and decay. The ranks must agree on it, as a
+        parameter that another rank has used may have a gradient of zeros too.
 
         Args:
             without: the indices of the parameters that had no gradient on this rank.
@@ -106,7 +106,7 @@ class CompletingDDP(DistributedDataParallel):
             if not of_all[index]:
                 self.reduced[index].grad = None
 
-    def rest(self) -> None:
+    def hand_over(self) -> None:
         """Leave gradients to another wrapper."""
         if self.awaits_backward:  # a step without a loss, which Lightning allows on one rank
             self.expect_nothing()
@@ -201,36 +201,31 @@ class Wrappers:
         self._kept = {}
 
     def _choose(self, optimizers: Sequence[Optimizer], between_steps: bool) -> bool:
-        seen = self._look(optimizers)
-        if seen == self._seen:
+        if self._signature(optimizers) == self._seen:
             return False
         self._parameters = list(self._module.parameters())
         key = self._trained()
         added = not self._equal.issuperset(key)
-        # Within a step the graph has what the parameters are now, which a broadcast would change: then before the next.
-        self._seen = None if added and not between_steps else self._look(optimizers)
+        # Within a step the graph holds the parameters' values, which a broadcast would change: wait for the next step.
+        self._seen = None if added and not between_steps else self._signature(optimizers)
         if between_steps:
             self._equal = {id(each) for each in self._parameters} & (self._equal | {*key})
         equalize = added and between_steps
         if not key or (key == self._key and not equalize):
             return False
-        self.current.rest()
+        self.current.hand_over()
         if equalize and key in self._kept:
             self._kept.pop(key).ddp.release()
         if key not in self._kept:
-            self._make_room()
+            if len(self._kept) >= _KEPT_SETS:  # the one that has not been used for longest goes
+                self._kept.pop(next(key for key in self._kept if key != self._key)).ddp.release()
             self._kept[key] = _Kept(self._wrap(equalize), self._step)
         self._key = key
         self._kept[key] = self._kept.pop(key)  # the last used is the last
         return True
 
-    def _make_room(self) -> None:
-        """Release the wrapper that has not been used for longest, if there are as many as are kept."""
-        if len(self._kept) >= _KEPT_SETS:
-            self._kept.pop(next(key for key in self._kept if key != self._key)).ddp.release()
-
-    def _look(self, optimizers: Sequence[Optimizer]) -> tuple[list[bool], list[int]]:
-        """What tells that the parameters may have changed, without a walk through all modules.
+    def _signature(self, optimizers: Sequence[Optimizer]) -> tuple[list[bool], list[int]]:
+        """Return what changes when other parameters train, without a walk through all modules.
 
         A new parameter that trains is in an optimizer.
         """
@@ -324,12 +319,12 @@ def _at_end_of_pass(function: Callable[[], None]) -> None:
 
 
 def _missing(reducer: Any) -> list[int]:
-    """The indices of the parameters that a reducer still waits for; torch tells them only in an error's words."""
+    """Return the indices of the parameters that a reducer still waits for. torch has them only in an error message."""
     try:
         reducer._check_reducer_finalized()
     except RuntimeError as error:
-        told = _MISSING.search(str(error))
-        if told is None:
+        found = _MISSING.search(str(error))
+        if found is None:
             raise
-        return [int(each) for each in re.findall(r"\d+", told.group(1))]
+        return [int(each) for each in re.findall(r"\d+", found.group(1))]
     return []

@@ -121,7 +121,7 @@ def warn_of_used(state: object | None) -> None:
         )
 
 
-def tell_lost(state: object | None, step: int) -> None:
+def report_lost_errors(state: object | None, step: int) -> None:
     """Say that PowerSGD goes on from a step without the errors of the steps before."""
     if step > 0 and isinstance(state, PowerSGDState):
         rank_zero_info(

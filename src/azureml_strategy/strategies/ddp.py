@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from azureml_strategy.strategies.compression import (
     communication_hook,
     for_other_buckets,
     on_any_backend,
-    tell_lost,
+    report_lost_errors,
     warn_of_used,
     was_used,
 )
@@ -40,6 +40,11 @@ from azureml_strategy.strategies.tuning.search import Request
 from azureml_strategy.strategies.tuning.settings import Settings, allowed_compressions
 from azureml_strategy.strategies.tuning.trials import POWERSGD_EXACT_STEPS, TrialBench
 from azureml_strategy.strategies.tuning.tuner import TuningOrder, say, tune
+
+_POPEN_ALONE = (
+    "start_method={start_method!r} in an Azure ML job, where only 'popen' gives each process its rank. "
+    "Leave start_method out, or write strategy='azureml_ddp' for 'azureml_ddp_notebook'."
+)
 
 
 class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
@@ -84,6 +89,13 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
     """
 
     trains_several_types = True
+    tuning: Tuning | None = None
+    # Whether the first batch decides on settings: measures them, or finds that known ones are for another batch.
+    _awaits_batch = False
+    _wrappers: Wrappers | None = None
+    # Whether this batch has had a backward pass, and whether one by the strategy runs.
+    _called_backward = False
+    _in_backward = False
 
     def __init__(
         self,
@@ -105,19 +117,10 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         require_infiniband: bool = False,
         **kwargs: Any,
     ) -> None:
+        _refuse_conflicts(gradient_compression, ddp_comm_hook, bool(tune or tuned), kwargs)
         if gradient_compression is not None:
-            if ddp_comm_hook is not None:
-                raise ConfigurationError(
-                    "Both gradient_compression and ddp_comm_hook were given. Leave one of them out."
-                )
             ddp_comm_state, ddp_comm_hook = communication_hook(gradient_compression, powersgd_rank)
         warn_of_used(ddp_comm_state)
-        if (tune or tuned) and "bucket_cap_mb_list" in kwargs:
-            raise ConfigurationError("tune and tuned choose the sizes of buckets. Leave bucket_cap_mb_list out.")
-        if (tune or tuned) and (ddp_comm_hook is not None and gradient_compression is None):
-            raise ConfigurationError(
-                "tune and tuned choose how gradients are sent, and so does ddp_comm_hook. Leave one of them out."
-            )
         settings = Settings(
             bucket_cap_mb, first_bucket_mb, static_graph, gradient_as_bucket_view, gradient_compression, powersgd_rank
         )
@@ -129,20 +132,10 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
             start_method=start_method,
             **{**kwargs, **settings.arguments()},
         )
-        self._order = TuningOrder(
-            tune, Request(settings, allowed_compressions(tune_lossy), tune_static_graph), Path(tuned) if tuned else None
-        )
-        # Whether the first batch decides on settings: measures them, or finds that known ones are for another batch.
-        self._awaits_batch = False
-        self._wrappers: Wrappers | None = None
-        # Whether this batch has had a backward pass, and whether one by the strategy runs.
-        self._called_backward = self._goes_backward = False
-        self.tuning: Tuning | None = None
+        request = Request(settings, allowed_compressions(tune_lossy), tune_static_graph)
+        self._order = TuningOrder(tune, request, Path(tuned) if tuned else None)
         if self._job_environment is not None and start_method != "popen":
-            raise LaunchError(
-                f"start_method={start_method!r} in an Azure ML job, where only 'popen' gives each process its rank. "
-                "Leave start_method out, or write strategy='azureml_ddp' for 'azureml_ddp_notebook'."
-            )
+            raise LaunchError(_POPEN_ALONE.format(start_method=start_method))
 
     @override
     def _configure_launcher(self) -> None:
@@ -156,25 +149,32 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         self._awaits_batch = False
-        if trainer.state.fn == TrainerFn.FITTING and (self._order.tune or self._order.file is not None):
-            self._prepare_tuning(trainer)
+        has_settings = trainer.state.fn == TrainerFn.FITTING and (self._order.tune or self._order.file is not None)
+        if has_settings and self.world_size == 1:
+            say("One process sends no gradients, so that there is nothing to tune.")
+        elif has_settings:
+            if self.tuning is None:
+                self.tuning = self._order.earlier(trainer, self._conditions())
+            self._awaits_batch = True
+            if self.tuning is not None:
+                self._use(self.tuning.pick)
         super().setup(trainer)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._tell_lost()
+        self._report_lost_errors()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self._awaits_batch:
             self._awaits_batch = False
-            self._settle(args, kwargs)
+            self._tune_on_batch(args, kwargs)
         self._called_backward = False
         if self._wrappers is not None:
             self._take_wrapper(self._wrappers.begin_step(self.optimizers))
         self._equalize_buffers()
-        with nullcontext() if self._is_automatic else after_each_backward(self._average_own):
+        with nullcontext() if self._is_automatic else after_each_backward(self._average_after_own_backward):
             output = super().training_step(*args, **kwargs)
         self._equalize_buffers()
         if isinstance(self.model, CompletingDDP) and self._is_automatic:
@@ -183,11 +183,11 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        self._goes_backward = True
+        self._in_backward = True
         try:
             return super().backward(*args, **kwargs)
         finally:
-            self._goes_backward = False
+            self._in_backward = False
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -216,9 +216,14 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
     ) -> Any:
         if self._wrappers is not None and not self._is_automatic and not self._called_backward:
             self._wrappers.average_all([optimizer])  # gradients that torch.autograd.grad made
-        if isinstance(optimizer, LBFGS):
-            closure = self._averaging_loss(closure)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        def average_loss() -> Any:
+            loss = closure()
+            return self.reduce_as_gradients(loss.detach().clone()) if isinstance(loss, Tensor) else loss
+
+        # LBFGS decides by the loss how often it runs the closure, and all ranks must decide alike.
+        by_loss = isinstance(optimizer, LBFGS)
+        return super().optimizer_step(optimizer, average_loss if by_loss else closure, model, **kwargs)
 
     @override
     def configure_ddp(self) -> None:
@@ -255,17 +260,6 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
             hook = wrapper(hook) if wrapper is not None else hook
             register_communication_hook(ddp, state, on_any_backend(hook))
 
-    def _prepare_tuning(self, trainer: Trainer) -> None:
-        """Take settings that are known already; otherwise measure before the first step."""
-        if self.world_size == 1:
-            say("One process sends no gradients, so that there is nothing to tune.")
-            return
-        if self.tuning is None:
-            self.tuning = self._order.earlier(trainer, self._conditions())
-        self._awaits_batch = True
-        if self.tuning is not None:
-            self._use(self.tuning.pick)
-
     def _conditions(self) -> Conditions:
         """What settings are tuned for here, before the first batch; a collective."""
         assert self.lightning_module is not None
@@ -275,8 +269,8 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
             self.lightning_module, self.world_size, self.num_nodes, dist.get_backend(), devices, precision
         )
 
-    def _settle(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Decide on the settings before the first step of the module: measure, unless known ones fit the batch."""
+    def _tune_on_batch(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Measure the settings before the first step of the module, unless known ones fit the batch."""
         module = self.lightning_module
         assert module is not None
         batch = gather(describe_batch((arguments, named)))[0]
@@ -286,25 +280,23 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
                 return
             used = self.tuning.pick
             say("The communication settings of an earlier attempt are for another batch, and are measured anew.")
-        bench = TrialBench(module, arguments, named, self._wrapped, self._forward)
+        bench = TrialBench(module, arguments, named, self._wrap_copy, self._run_copy)
         here = replace(self._conditions(), batch=batch)
         self.tuning = tune(self._order, module.trainer, module, bench, here)
-        if self.tuning.pick != used:
-            self._wrap_anew(self.tuning.pick)
-            self._tell_lost()
+        if self.tuning.pick != used:  # DDP around the module is replaced: its parameters have not been used yet
+            self._unwrap()
+            self._use(self.tuning.pick)
+            self.configure_ddp()
+            self._report_lost_errors()
 
-    def _tell_lost(self) -> None:
+    def _report_lost_errors(self) -> None:
         assert self.lightning_module is not None
-        tell_lost(self._ddp_comm_state, self.lightning_module.trainer.global_step)
+        report_lost_errors(self._ddp_comm_state, self.lightning_module.trainer.global_step)
 
-    def _wrapped(self, module: LightningModule, settings: Settings, group: dist.ProcessGroup) -> CompletingDDP:
-        """DDP of a copy of the module, for a trial over a group of its own."""
-        arguments = {**self._other_arguments(), **settings.arguments(), "process_group": group}
-        given, self._ddp_kwargs = self._ddp_kwargs, arguments
-        try:
+    def _wrap_copy(self, module: LightningModule, settings: Settings, group: dist.ProcessGroup) -> CompletingDDP:
+        """Make DDP of a copy of the module, for a trial over a group of its own."""
+        with self._ddp_arguments({**self._other_arguments(), **settings.arguments(), "process_group": group}):
             wrapped = self._setup_model(module)
-        finally:
-            self._ddp_kwargs = given
         if settings.gradient_compression is not None:
             state, hook = communication_hook(
                 settings.gradient_compression, settings.powersgd_rank, POWERSGD_EXACT_STEPS, group
@@ -312,7 +304,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
             wrapped.register_comm_hook(state, on_any_backend(hook))
         return wrapped
 
-    def _forward(
+    def _run_copy(
         self, wrapped: CompletingDDP, module: LightningModule, args: tuple[Any, ...], named: dict[str, Any]
     ) -> STEP_OUTPUT:
         with self.precision_plugin.train_step_context():
@@ -331,21 +323,12 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         if isinstance(self.model, CompletingDDP) and not self._is_automatic:
             self.model.require_forward_param_sync = True
 
-    def _average_own(self) -> None:
+    def _average_after_own_backward(self) -> None:
         """Average all gradients after `loss.backward()` in place of `self.manual_backward(loss)`."""
-        if self._goes_backward or self._wrappers is None or not self._wrappers.current.require_backward_grad_sync:
+        if self._in_backward or self._wrappers is None or not self._wrappers.current.require_backward_grad_sync:
             return
         self._called_backward = True
         self._wrappers.average_all(self.optimizers)
-
-    def _averaging_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Have an optimizer that decides by the loss decide alike on all ranks: on how often it runs the closure."""
-
-        def averaged() -> Any:
-            loss = closure()
-            return self.reduce_as_gradients(loss.detach().clone()) if isinstance(loss, Tensor) else loss
-
-        return averaged
 
     def _take_wrapper(self, changed: bool) -> None:
         """Go on with the wrapper of the parameters that train now."""
@@ -361,33 +344,28 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         Args:
             equalize: give all ranks the first one's parameters and buffers.
         """
-        ddp = self._made_beside(equalize)
+        assert self.lightning_module is not None
+        with self._ddp_arguments(self._ddp_kwargs if equalize else {**self._ddp_kwargs, "init_sync": False}):
+            ddp = self._setup_model(self.lightning_module)
         self._register_hook(ddp, for_other_buckets(self._ddp_comm_state))
         return ddp
 
-    def _made_beside(self, equalize: bool) -> CompletingDDP:
-        assert self.lightning_module is not None
-        given = self._ddp_kwargs
-        self._ddp_kwargs = given if equalize else {**given, "init_sync": False}
+    @contextmanager
+    def _ddp_arguments(self, arguments: dict[str, Any]) -> Iterator[None]:
+        """Have DDP made with other arguments in this context."""
+        given, self._ddp_kwargs = self._ddp_kwargs, arguments
         try:
-            return self._setup_model(self.lightning_module)
+            yield
         finally:
             self._ddp_kwargs = given
 
-    def _wrap_anew(self, settings: Settings) -> None:
-        """Replace DDP around the module, whose parameters have not been used yet."""
-        self._unwrap()
-        self._use(settings)
-        self.configure_ddp()
-
-    def _unwrap(self) -> LightningModule:
+    def _unwrap(self) -> None:
         """Take DDP off the module, and its hooks off the parameters."""
         wrappers, self._wrappers = self._wrappers, None
         if wrappers is not None:
             wrappers.release()
         assert self.lightning_module is not None
         self.model = self.lightning_module
-        return self.lightning_module
 
     def _use(self, settings: Settings) -> None:
         """Have DDP made with these settings from now on."""
@@ -402,3 +380,17 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         """The arguments of DistributedDataParallel that settings do not decide."""
         decided = ("bucket_cap_mb", "bucket_cap_mb_list", "static_graph", "gradient_as_bucket_view")
         return {name: value for name, value in self._ddp_kwargs.items() if name not in decided}
+
+
+def _refuse_conflicts(
+    compression: str | None, hook: Callable[..., Any] | None, chosen_by_tuning: bool, arguments: Mapping[str, Any]
+) -> None:
+    """Refuse arguments that decide on the same thing."""
+    if compression is not None and hook is not None:
+        raise ConfigurationError("Both gradient_compression and ddp_comm_hook were given. Leave one of them out.")
+    if chosen_by_tuning and "bucket_cap_mb_list" in arguments:
+        raise ConfigurationError("tune and tuned choose the sizes of buckets. Leave bucket_cap_mb_list out.")
+    if chosen_by_tuning and hook is not None:
+        raise ConfigurationError(
+            "tune and tuned choose how gradients are sent, and so does ddp_comm_hook. Leave one of them out."
+        )

@@ -46,7 +46,7 @@ class EqualBuffers:
             _Buffer(owner, name)
             for owner in module.modules()
             for name, buffer in owner.named_buffers(recurse=False)
-            if _is_whole(buffer)
+            if not isinstance(buffer, DTensor) and not buffer.is_meta and buffer.layout == torch.strided
         ]
         self._statistics = [each for each in found if isinstance(each.owner, NORM_WITH_STATISTICS)]
         self._others = [each for each in found if not isinstance(each.owner, NORM_WITH_STATISTICS)]
@@ -87,12 +87,12 @@ class EqualBuffers:
     def _agree(self, buffers: Sequence[_Buffer], changed: Tensor) -> list[_Buffer]:
         """Learn which buffers have the same form on all ranks, and return those that have changed on one of them."""
         forms = torch.tensor([each.note_form() for each in buffers], device=self._device)
-        told = torch.stack([forms, -forms, changed])
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
-        for each, most, least in zip(buffers, *told[:2].tolist(), strict=True):
+        reduced = torch.stack([forms, -forms, changed])
+        dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self._group)
+        found = list(zip(buffers, *reduced.tolist(), strict=True))
+        for each, most, least, _ in found:
             each.alike = most == -least
-        seen = zip(buffers, told[2].tolist(), strict=True)
-        return [each for each, moved in seen if moved or each in self._changing]
+        return [each for each, _, _, has_changed in found if has_changed or each in self._changing]
 
     def _send(self, buffers: Sequence[_Buffer]) -> None:
         """Send what the first rank has. All ranks send the same number of bytes, whatever one of them has changed."""
@@ -119,26 +119,26 @@ class _Buffer:
         self.size = 0  # in bytes
 
     def note_form(self) -> int:
-        """Note shape and type, which `to_bytes` keeps to until they are noted anew; return a number that tells them."""
+        """Note shape and type, to which `to_bytes` keeps until the next call, and return a hash of them."""
         tensor = self.owner._buffers.get(self._name)
         self._form = None if tensor is None else (tensor.shape, tensor.dtype)
         self.size = 0 if tensor is None else tensor.nbytes
         return zlib.crc32(repr(self._form).encode())
 
     def has_form(self) -> bool:
-        """Whether the buffer is there as it was noted."""
+        """Whether the buffer still has the shape and type that were noted."""
         tensor = self.owner._buffers.get(self._name)
         return tensor is not None and (tensor.shape, tensor.dtype) == self._form
 
     def to_bytes(self, device: torch.device) -> Tensor:
-        """The values; zeros if there is no buffer of that form."""
+        """Return the values as bytes; zeros if there is no buffer of that form."""
         tensor = self.owner._buffers.get(self._name)
         if tensor is None or not self.has_form():
             return torch.zeros(self.size, dtype=torch.uint8, device=device)
         return _flat(tensor).view(torch.uint8).to(device)
 
     def set(self, values: Tensor) -> None:
-        """Take values of this form, from `to_bytes` of another rank."""
+        """Set the values to those that another rank's `to_bytes` has returned."""
         tensor = self.owner._buffers[self._name]
         assert tensor is not None
         assert self._form is not None
@@ -151,7 +151,7 @@ class _Buffer:
                 tensor.copy_(new)
 
     def summary(self, device: torch.device) -> Tensor:
-        """A number, int64 of shape `()`, that tells values and their order. Versions miss what `.data` changes."""
+        """Return a hash of the values, int64 of shape `()`. torch's version counter would miss what `.data` changes."""
         tensor = self.owner._buffers.get(self._name)
         if tensor is None:
             return torch.zeros((), dtype=torch.int64, device=device)
@@ -272,7 +272,3 @@ def place_weights(device: torch.device) -> Tensor:
     """Odd numbers, the same everywhere; as many as elements are hashed together."""
     drawn = torch.randint(-(1 << 62), 1 << 62, (1 << 16,), generator=torch.Generator().manual_seed(0), device="cpu")
     return (drawn * 2 + 1).to(device)
-
-
-def _is_whole(buffer: Tensor) -> bool:
-    return not isinstance(buffer, DTensor) and not buffer.is_meta and buffer.layout == torch.strided

@@ -82,7 +82,7 @@ class LaunchedFabricStrategy(LaunchedProcesses):
     def precision(self, precision: Precision | None) -> None:
         self._precision = precision
         if precision is not None:
-            keep_precise(precision, _always, self.trains_several_types)
+            keep_precise(precision, lambda: True, self.trains_several_types)
 
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -107,10 +107,6 @@ class LaunchedFabricStrategy(LaunchedProcesses):
         if reduced.is_floating_point() and not tensor.is_floating_point():
             tensor.copy_(reduced)
         return reduced
-
-
-def _always() -> bool:
-    return True
 
 
 class FabricDDPStrategy(LaunchedFabricStrategy, DDPStrategy):
@@ -153,12 +149,11 @@ class FabricDDPStrategy(LaunchedFabricStrategy, DDPStrategy):
             require_infiniband=require_infiniband,
             **kwargs,
         )
-
         self._gradients = LoopGradients()
 
     @override
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        """Wrap a module on the current stream, as the Trainer's `AzureMLDDPStrategy` does."""
+        # On the current stream, as the Trainer's AzureMLDDPStrategy does.
         ddp = CompletingDDP(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
         self._gradients.add_module(ddp)
         return ddp
@@ -238,8 +233,7 @@ class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrate
         if config is None:
             # With offload, DeepSpeed would refuse an optimizer of the script's, although torch runs it on the host too.
             self.config["zero_force_ds_cpu_optimizer"] = False
-            # Fabric leaves it out, and DeepSpeed's default clips the norm to 1, without a word and unlike DDP.
-            self.config["gradient_clipping"] = 0.0
+            self.config["gradient_clipping"] = 0.0  # Fabric leaves it out, and DeepSpeed's default clips the norm to 1
         self._autocast, self._broadcast_buffers = autocast, broadcast_buffers
         self._buffers: list[EqualBuffers] = []
         self._watched: dict[nn.Module, WatchedEngine] = {}
@@ -284,12 +278,11 @@ class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrate
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         watched = self._watched.get(module) if module is not None else None
-        if watched is None:
-            super().backward(tensor, module, *args, **kwargs)
-            return
-        watched.before_backward()
+        if watched is not None:
+            watched.before_backward()
         super().backward(tensor, module, *args, **kwargs)
-        watched.after_backward()
+        if watched is not None:
+            watched.after_backward()
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -412,7 +405,13 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
             refuse_optimizer(each)
         names = {parameter: name for name, parameter in module.named_parameters()}
         module = self.setup_module(module)
-        for group in [group for optimizer in optimizers for group in _stateless(optimizer).param_groups]:
+        for each in optimizers:
+            if each.state:
+                raise ConfigurationError(
+                    f"{type(each).__name__} has state of parameters that fabric.setup replaces by shards. Make it "
+                    "after `model = fabric.setup_module(model)`, and give it to fabric.setup_optimizers."
+                )
+        for group in [group for each in optimizers for group in each.param_groups]:
             group["params"] = [module.get_parameter(names[old]) if old in names else old for old in group["params"]]
         return module, [self.setup_optimizer(each) for each in optimizers], scheduler
 
@@ -423,7 +422,13 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
         if module in self._gatherings:  # set up again
             self._gatherings.pop(module).remove()
         gathering = self._gatherings[module] = Gathering(module)
-        module.register_forward_hook(_shard_again_by(gathering))
+
+        def shard_after_evaluation(*_: object) -> None:
+            # No backward pass follows that would do so, and the gathered parameters do not follow a step.
+            if not torch.is_grad_enabled():
+                gathering.after_step()
+
+        module.register_forward_hook(shard_after_evaluation)
         refuse_copies(module)
         if isinstance(module, FSDPModule):
             begin_as_root(module)
@@ -492,21 +497,3 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
                 activation_checkpointing=self._activation_checkpointing,
             )
         return module
-
-
-def _shard_again_by(gathering: Gathering) -> Callable[..., None]:
-    def after_forward(*_: object) -> None:
-        # No backward pass follows that would do so, and the gathered parameters do not follow a step.
-        if not torch.is_grad_enabled():
-            gathering.after_step()
-
-    return after_forward
-
-
-def _stateless(optimizer: Optimizer) -> Optimizer:
-    if optimizer.state:
-        raise ConfigurationError(
-            f"{type(optimizer).__name__} has state of parameters that fabric.setup replaces by shards. Make it after "
-            "`model = fabric.setup_module(model)`, and give it to fabric.setup_optimizers."
-        )
-    return optimizer

@@ -44,7 +44,7 @@ class Gradient:
 
     @property
     def parts(self) -> int:
-        """How many ranks of those that train it together hold parts that make one whole."""
+        """How many of the ranks that train the parameter together hold different parts of the gradient."""
         return 1
 
     @property

@@ -87,7 +87,8 @@ class _NotesDefaults(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, ValueError):
-            if not any(_is_default(each) for each in given) or not any(_is(each, self._dtype) for each in given):
+            types_given = {each.dtype for each in given if isinstance(each, Tensor)}
+            if not any(_is_default(each) for each in given) or self._dtype not in types_given:
                 raise
             args, kwargs = tree_map_only(Tensor, partial(_cast_default, self._dtype), (args, kwargs))
             return func(*args, **kwargs)
@@ -114,10 +115,6 @@ def _chooses(given: Any) -> bool:
 
 def _is_default(given: Any) -> bool:
     return isinstance(given, Tensor) and given in _by_default
-
-
-def _is(given: Any, dtype: torch.dtype) -> bool:
-    return isinstance(given, Tensor) and given.dtype is dtype
 
 
 def _cast_default(dtype: torch.dtype, tensor: Tensor) -> Tensor:

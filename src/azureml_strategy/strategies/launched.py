@@ -31,11 +31,11 @@ from azureml_strategy.interfaces import ALL_RANKS
 from azureml_strategy.lightning_internals import accumulates, default_process_group_backend, is_interactive
 from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.network.session import prepare_network
-from azureml_strategy.strategies.averages import keep_averages, tell_rounded_averages
+from azureml_strategy.strategies.averages import keep_averages, warn_of_rounded_averages
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launcher import NodeLauncher
-from azureml_strategy.strategies.modes import tell_evaluation_modes
-from azureml_strategy.strategies.monitored import follow_alike
+from azureml_strategy.strategies.modes import warn_of_evaluation_modes
+from azureml_strategy.strategies.monitored import average_monitored_values
 from azureml_strategy.strategies.process_group import note_failure, own_process_group
 from azureml_strategy.strategies.reduction import reduce_over_ranks
 from azureml_strategy.strategies.true_precision import builds_tables, end_precise, keep_precise
@@ -236,7 +236,7 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.lightning_module is not None:
-            follow_alike(self.lightning_module.trainer)
+            average_monitored_values(self.lightning_module.trainer)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -265,8 +265,8 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
-        tell_evaluation_modes(self.lightning_module)
-        tell_rounded_averages(self.lightning_module.trainer.callbacks, self.lightning_module)  # type: ignore[attr-defined]
+        warn_of_evaluation_modes(self.lightning_module)
+        warn_of_rounded_averages(self.lightning_module.trainer.callbacks, self.lightning_module)  # type: ignore[attr-defined]
 
     def _keeps_statistics(self) -> bool:
         # sync_batchnorm=True replaces the layers later, and knows nothing of weights in another type

@@ -59,10 +59,11 @@ def _command() -> tuple[Sequence[str], str | None]:
     module = __main__.__spec__
     program = [sys.executable, os.path.abspath(sys.argv[0])] if module is None else [sys.executable, "-m", module.name]
     from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
 
     if not HydraConfig.initialized():
         return [*program, *sys.argv[1:]], None
-    config = HydraConfig.get()
+    config: Any = HydraConfig.get()
     if module is None:
         program[1] = os.path.join(config.runtime.cwd, sys.argv[0])
     options = [argument for argument in sys.argv[1:] if not is_override(argument)]
@@ -73,7 +74,8 @@ def _command() -> tuple[Sequence[str], str | None]:
         *_at_one_time(config.overrides.task),
         *_at_one_time(config.overrides.hydra),
         "hydra.mode=RUN",
-        *_number_in_a_sweep(config.job),
+        # A run outside a sweep lacks ${hydra:job.num} and ${hydra:job.id}.
+        *(f"hydra.job.{key}={config.job[key]}" for key in ("num", "id") if not OmegaConf.is_missing(config.job, key)),
         f"hydra.run.dir='{config.runtime.output_dir}'",
         "hydra.output_subdir=null",
         f"hydra.job.name={config.job.name}",
@@ -81,7 +83,7 @@ def _command() -> tuple[Sequence[str], str | None]:
 
 
 def _at_one_time(overrides: Sequence[str]) -> list[str]:
-    """Return overrides as they were typed, but with this process's time: each rank has another one for `${now:...}`."""
+    """Return overrides as they were typed, with this process's time for `${now:...}`: each rank would have another."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
@@ -95,10 +97,3 @@ def _at_one_time(overrides: Sequence[str]) -> list[str]:
     found = [_TIME.sub(read, each) for each in as_typed(overrides)]
     OmegaConf.copy_cache(times, job)
     return found
-
-
-def _number_in_a_sweep(job: Any) -> list[str]:
-    """Return what gives another process `${hydra:job.num}` and `${hydra:job.id}`, which a run outside a sweep lacks."""
-    from omegaconf import OmegaConf
-
-    return [f"hydra.job.{key}={job[key]}" for key in ("num", "id") if not OmegaConf.is_missing(job, key)]

@@ -18,8 +18,8 @@ from azureml_strategy.strategies.added_parameters import for_each_parameter
 from azureml_strategy.strategies.changing_parameters import CompletingDDP, average, follow_backward_passes, optimized
 
 
-class _Passes:
-    """Tells whether the reducer of a wrapper averages in a backward pass: once after each forward pass.
+class _ReducerPasses:
+    """Follows whether the reducer of a wrapper averages in a backward pass: once after each forward pass.
 
     Args:
         ddp: around a module.
@@ -38,28 +38,29 @@ class _Passes:
         self.reduced = {id(each) for each in ddp.reduced}
         ignored = set(ddp.parameters_to_ignore)
         self.left = {id(each) for name, each in ddp.module.named_parameters() if name in ignored}
-        ddp.register_forward_hook(self._watch)
+        ddp.register_forward_hook(self._expect_backward)
 
     @property
     def ddp(self) -> CompletingDDP | None:
         """The wrapper; None if nothing else holds it any more."""
         return self._ddp()
 
-    def _watch(self, ddp: nn.Module, inputs: object, outputs: Any) -> None:
+    def _expect_backward(self, ddp: nn.Module, inputs: object, outputs: Any) -> None:
         assert isinstance(ddp, CompletingDDP)
+
+        def watch(output: Tensor) -> Tensor:
+            if output.requires_grad:
+                self.awaits = True
+                output.register_hook(self._on_backward)  # type: ignore[no-untyped-call]
+            return output
+
         if torch.is_grad_enabled() and ddp.require_backward_grad_sync:
             self.awaits, ddp.awaits_backward = False, True
-            apply_to_collection(outputs, Tensor, self._watch_output)
+            apply_to_collection(outputs, Tensor, watch)
             if not self.awaits:  # the backward pass was a part of the forward pass
                 ddp.expect_nothing()
 
-    def _watch_output(self, output: Tensor) -> Tensor:
-        if output.requires_grad:
-            self.awaits = True
-            output.register_hook(self._reached)  # type: ignore[no-untyped-call]
-        return output
-
-    def _reached(self, _: Tensor) -> None:
+    def _on_backward(self, _: Tensor) -> None:
         ddp = self.ddp
         if self.awaits and ddp is not None:
             self.awaits, self.averages = False, True
@@ -67,21 +68,8 @@ class _Passes:
                 ddp.complete_pass()
 
 
-class _Gradient:
-    """The gradient that a parameter has now."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter, self._gradient = parameter, parameter.grad
-        self._version = 0 if parameter.grad is None else parameter.grad._version
-
-    def has_changed(self) -> bool:
-        """Whether the parameter has another one since, or the numbers of this one are others."""
-        gradient = self._parameter.grad
-        return gradient is not self._gradient or (gradient is not None and gradient._version != self._version)
-
-
 class LoopGradients:
-    """Averages the gradients that no reducer of DDP does.
+    """Averages the gradients that no reducer of DDP averages.
 
     A reducer averages in the first backward pass after a forward pass of its module, and only the parameters that were
     trainable when it was made. A loop may call layers past the wrapper, go backward twice, unfreeze parameters, or
@@ -90,17 +78,17 @@ class LoopGradients:
     """
 
     def __init__(self) -> None:
-        self._passes: list[_Passes] = []
+        self._passes: list[_ReducerPasses] = []
         self._optimizers: list[weakref.ref[Optimizer]] = []  # in an order that all ranks share
         self._in_backward = False
-        self._backwards = 0
-        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._backwards = 0  # how many backward passes have averaged, and how many at an optimizer's last step
+        self._backwards_at_step: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         _followed_loops().append(weakref.ref(self))
 
     def add_module(self, ddp: CompletingDDP) -> None:
         """Take care of the gradients of a module."""
         self._passes = [each for each in self._passes if each.ddp is not None]
-        self._passes.append(_Passes(ddp, lambda: self._in_backward))
+        self._passes.append(_ReducerPasses(ddp, lambda: self._in_backward))
 
     def add_optimizer(self, optimizer: Optimizer, device: torch.device) -> None:
         """Take care of what an optimizer trains; a collective if that is in no module.
@@ -140,17 +128,20 @@ class LoopGradients:
         """Note the gradients before a `loss.backward()` of the user's.
 
         Returns:
-            What averages after it, unless it was of something else, which one rank may do alone.
+            A function to call after the pass. It averages if a gradient of this loop has changed: one rank alone may go
+            backward through something else.
         """
         if self._in_backward:  # the strategy's own
             return lambda: None
-        noted = [_Gradient(each) for each in optimized(self._living_optimizers())]
+        parameters = optimized(self._living_optimizers())
+        noted = [(each, each.grad, _version(each.grad)) for each in parameters]
         earlier = [(each, each.averages) for each in self._passes]
         for each in self._passes:
             each.averages = False
 
         def average_new() -> None:
-            changed = any(each.has_changed() for each in noted)
+            # A parameter has another gradient since, or the numbers of the same one are others.
+            changed = any(each.grad is not before or _version(each.grad) != version for each, before, version in noted)
             if changed:
                 self._average_left()
             for each, averaged in earlier:
@@ -160,11 +151,11 @@ class LoopGradients:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Average the gradients of a step to which no backward pass of the strategy has led."""
-        if self._seen.get(optimizer, 0) == self._backwards:
+        if self._backwards_at_step.get(optimizer, 0) == self._backwards:
             self._average_others([optimizer])
             for each in self._passes:
                 each.averages = False
-        self._seen[optimizer] = self._backwards
+        self._backwards_at_step[optimizer] = self._backwards
 
     def closure_of(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure after which gradients are equal, and the loss by which LBFGS decides on its next step."""
@@ -192,12 +183,16 @@ class LoopGradients:
         average((each for each in optimized(optimizers) if id(each) not in settled), living[0][1])
 
 
+def _version(gradient: Tensor | None) -> int:
+    return 0 if gradient is None else gradient._version
+
+
 @cache
 def _followed_loops() -> list[weakref.ref[LoopGradients]]:
-    """Have each `loss.backward()` average from now on: there is nothing else of ours in a loop of the user's own.
+    """Average after each `loss.backward()` from now on, as a loop of the user's own calls nothing else of ours.
 
     Returns:
-        The loops to care for, in an order that all ranks share.
+        The loops whose gradients are averaged, in an order that all ranks share.
     """
     loops: list[weakref.ref[LoopGradients]] = []
 

@@ -61,7 +61,7 @@ class MixedPrecisionStrategy(ParallelStrategy):
         self._casts_weights = plugin.precision in MIXED and not autocast
         if plugin.precision in MIXED and autocast and type(plugin).convert_input is DeepSpeedPrecision.convert_input:
             # As DDP does: floats of a batch may be targets, or large numbers that a buffer centers.
-            plugin.convert_input = _as_it_is  # type: ignore[method-assign]
+            plugin.convert_input = lambda data: data  # type: ignore[method-assign]
             undo.callback(delattr, plugin, "convert_input")
         self._restore_module = undo.close
 
@@ -77,11 +77,14 @@ class MixedPrecisionStrategy(ParallelStrategy):
 
     @contextmanager
     def two_types_explained(self) -> Iterator[None]:
-        """Say what to type where a step makes a float32 tensor of its own, which nothing tells before it runs."""
+        """Explain what to write where a step makes a float32 tensor of its own. Nothing shows that before it runs."""
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            if not self._casts_weights or not _tells_two_types(str(error)):
+            found = _TWO_TYPES.search(str(error))
+            if not self._casts_weights or found is None:
+                raise
+            if ("cuda" in (found["one"] or "")) != ("cuda" in (found["other"] or "")):  # one of them is not on a GPU
                 raise
             raise ConfigurationError(
                 f"With precision={self.precision_plugin.precision!r} the weights are 16-bit here, and the step has "
@@ -115,7 +118,7 @@ def float32_buffers(module: nn.Module) -> list[str]:
         for name, buffer in owner.named_buffers(recurse=False)
         if (buffer.is_floating_point() or buffer.is_complex())
         and buffer.dtype not in _HALVES
-        and not (_is_of_transformers(owner) and name in owner._non_persistent_buffers_set)
+        and not (type(owner).__module__.startswith("transformers.") and name in owner._non_persistent_buffers_set)
     ]
 
 
@@ -177,11 +180,7 @@ def mix_sharded_precision(module: nn.Module, precision: str, device_type: str) -
 
 
 def refuse_old_spectral_norm(module: nn.Module, device_type: str, precision: str) -> None:
-    """Refuse `torch.nn.utils.spectral_norm` on 16-bit weights on a CPU, where no autocast casts its products.
-
-    Raises:
-        ConfigurationError: a layer has it.
-    """
+    """Refuse `torch.nn.utils.spectral_norm` on 16-bit weights on a CPU, where no autocast casts its products."""
     for name, layer in module.named_modules() if device_type == "cpu" else ():
         if any(isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()):
             raise ConfigurationError(
@@ -206,7 +205,8 @@ def compute_in_float32_beside_buffers(module: nn.Module, every_normalisation: bo
     kinds = _NORMALISATIONS if every_normalisation else NORM_WITH_STATISTICS
     undo = ExitStack()
     for layer in module.modules():
-        if _computes_in_float32(layer):
+        own = layer.__dict__.get("forward")
+        if isinstance(own, partial) and own.func is _forward_in_float32:
             continue  # FSDP2's strategy and a precision plugin may both ask for it
         normalises = isinstance(layer, kinds) and "weight" in layer._parameters
         if normalises or (isinstance(layer, ParametrizationList) and float32_buffers(layer)):
@@ -249,7 +249,7 @@ def autocast_forward(module: nn.Module, device_type: str, dtype: torch.dtype) ->
 
 def _forward_in_float32(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     own = dict(layer.named_parameters(recurse=False))
-    if not any(each.dtype in _HALVES for each in own.values()) or not _meets_float32(layer, args):
+    if not any(each.dtype in _HALVES for each in own.values()) or not _needs_float32(layer, args):
         return forward(*args, **kwargs)
     weights = {name: each.float() for name, each in own.items()}
     # They shadow the parameters: Python finds an attribute of the object itself before nn.Module is asked.
@@ -261,12 +261,7 @@ def _forward_in_float32(layer: nn.Module, forward: Callable[..., Any], *args: An
             del layer.__dict__[name]
 
 
-def _computes_in_float32(layer: nn.Module) -> bool:
-    forward = layer.__dict__.get("forward")
-    return isinstance(forward, partial) and forward.func is _forward_in_float32
-
-
-def _meets_float32(layer: nn.Module, args: tuple[Any, ...]) -> bool:
+def _needs_float32(layer: nn.Module, args: tuple[Any, ...]) -> bool:
     if isinstance(layer, ParametrizationList):
         return True
     statistics = getattr(layer, "running_mean", None)
@@ -283,17 +278,3 @@ def replace_forward(undo: ExitStack, layer: nn.Module, forward: Callable[..., An
         undo.callback(layer.__dict__.pop, "forward", None)
     else:
         undo.callback(setattr, layer, "forward", own)
-
-
-def _tells_two_types(message: str) -> bool:
-    """Whether torch says so, and does not mean that one tensor is on a GPU and the other is not."""
-    found = _TWO_TYPES.search(message)
-    return found is not None and ("cuda" in (found["one"] or "")) == ("cuda" in (found["other"] or ""))
-
-
-def _as_it_is(data: Any) -> Any:
-    return data
-
-
-def _is_of_transformers(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] == "transformers"

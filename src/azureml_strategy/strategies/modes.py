@@ -19,7 +19,7 @@ from azureml_strategy.strategies.mixed_precision import NORM_WITH_STATISTICS
 _SHOWN = 4
 
 
-def tell_evaluation_modes(module: LightningModule) -> None:
+def warn_of_evaluation_modes(module: LightningModule) -> None:
     """Warn of parts in evaluation mode whose parameters an optimizer has. Nothing is changed: it may be meant."""
     found = list(trained_in_evaluation_mode(module))
     if found:
@@ -37,29 +37,16 @@ def trained_in_evaluation_mode(module: LightningModule) -> Iterator[str]:
     Frozen parts are not among them, nor models that no optimizer has, such as teachers, nor normalisations that keep
     their statistics.
     """
-    trained = _trained(module)
+    own = {id(each) for each in module.parameters() if each.requires_grad}
+    groups = (group for optimizer in module.trainer.optimizers for group in optimizer.param_groups)
+    held = {id(each) for group in groups for each in group["params"]}
+    # DeepSpeed's optimizers have others in the place of the parameters, and mark those that they train.
+    trained = own & (held | {id(each) for each in module.parameters() if is_of_zero(each)}) or own
     inside: set[nn.Module] = set()
     for name, part in module.named_modules():
         if part in inside or part.training or isinstance(part, NORM_WITH_STATISTICS):
             continue
         inside |= set(part.modules())
-        if any(id(parameter) in trained for parameter in _without_normalisations(part)):
+        layers = (layer for layer in part.modules() if not isinstance(layer, NORM_WITH_STATISTICS))
+        if any(id(parameter) in trained for layer in layers for parameter in layer.parameters(recurse=False)):
             yield name or type(module).__name__
-
-
-def _trained(module: LightningModule) -> set[int]:
-    """Which parameters train. DeepSpeed's optimizers have others in their place, and mark those that they train."""
-    own = {id(each) for each in module.parameters() if each.requires_grad}
-    held = {
-        id(each)
-        for optimizer in module.trainer.optimizers
-        for group in optimizer.param_groups
-        for each in group["params"]
-    }
-    return own & (held | {id(each) for each in module.parameters() if is_of_zero(each)}) or own
-
-
-def _without_normalisations(part: nn.Module) -> Iterator[nn.Parameter]:
-    for layer in part.modules():
-        if not isinstance(layer, NORM_WITH_STATISTICS):
-            yield from layer.parameters(recurse=False)

@@ -12,7 +12,7 @@ from azureml_strategy.control.gather import gather
 from azureml_strategy.lightning_internals import follow_together
 
 
-def follow_alike(trainer: Trainer) -> None:
+def average_monitored_values(trainer: Trainer) -> None:
     """Have all ranks' ReduceLROnPlateau follow the mean over the ranks.
 
     Lightning gives each the value that its own rank has logged. Without `sync_dist=True` the learning rates come apart,

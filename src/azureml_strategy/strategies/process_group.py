@@ -28,7 +28,7 @@ from azureml_strategy.lightning_internals import leave_process_group
 
 log = logging.getLogger(__name__)
 
-# How long a rank waits for the others at its end. They come within seconds, unless one of them works on alone.
+# How long a rank waits for the others at its end. They come within seconds, unless one of them is still at work.
 _END_SECONDS = 30.0
 # An abort waits for nobody.
 _ABORT_SECONDS = 5.0
@@ -39,8 +39,9 @@ class _Made:
     """A group that this package has made.
 
     Attributes:
-        group: it ends with torch's last reference, which this must not be.
-        process: that has made it. A child that is forked later has a copy, whose threads and connections are not its.
+        group: a weak reference, as a group ends with its last strong one.
+        process: the process that has made it. A child that is forked later inherits the object, but neither its threads
+            nor its connections.
         failed: whether a fit has ended by an error of this rank, so that the others may be inside a collective.
     """
 
@@ -50,12 +51,12 @@ class _Made:
 
 
 _made: _Made | None = None
-# The world's group after its end: with it goes rank 0's rendezvous store, which other ranks use until their end.
+# Keeps the world's group after its end. With it rank 0's rendezvous store would go, which other ranks use until theirs.
 _kept: list[Any] = []
 
 
 def own_process_group() -> None:
-    """Take the group that was just made for one of ours: it ends with this process."""
+    """Mark the group that was just made as this package's, so that it ends with this process."""
     global _made
     assert dist.group.WORLD is not None
     _made = _Made(weakref.ref(dist.group.WORLD), os.getpid())

@@ -45,7 +45,9 @@ def reduce_over_ranks(tensor: Tensor, group: Any = None, reduce_op: Any = "mean"
         dist.all_reduce(wide, op=operation, group=group)
         size = max(dist.get_world_size(group), 1)  # -1 on a rank outside of the group
     if kept:
-        return (wide.double() / size).to(_mean_type())
+        # A model in 16 bits makes them torch's default type while its steps run.
+        default = torch.get_default_dtype()
+        return (wide.double() / size).to(default if default.itemsize >= 4 else torch.float32)
     if averages or alike > 1:
         wide.div_(size if averages else alike, rounding_mode="floor" if whole_numbers else None)
     if wide is tensor:
@@ -72,9 +74,3 @@ def _wide_type(dtype: torch.dtype, operation: Any) -> torch.dtype:
     if dtype.is_complex:
         return dtype
     return torch.int64 if operation in _GROWING or dtype not in _SENT else dtype
-
-
-def _mean_type() -> torch.dtype:
-    """The type of a mean of integers. A model in 16 bits makes them torch's default while its steps run."""
-    default = torch.get_default_dtype()
-    return default if default.itemsize >= 4 else torch.float32

@@ -1,7 +1,7 @@
 """Refuses derivatives of derivatives through layers that tensor parallelism has cut.
 
 Neither DTensor's collectives nor those of DeepSpeed's AutoTP record what their backward passes do. So a penalty on
-`torch.autograd.grad(outputs, inputs, create_graph=True)` would be trained by a part of its gradient, and nobody told.
+`torch.autograd.grad(outputs, inputs, create_graph=True)` would be trained by a part of its gradient, without an error.
 """
 
 from __future__ import annotations

@@ -71,12 +71,15 @@ class PreciseConversion:
     def __call__(self, module: nn.Module) -> nn.Module:
         """Cast a module but for what must stay precise."""
         dtype = HALVES[self._plugin.precision]
-        tables, statistics = [*_tables(module, dtype), *_of_metrics(module)], []
-        if self._keeps_statistics():
-            statistics = list(_statistics(module))
-        _tell_rounded([*_rounded_buffers(module, [*tables, *statistics], dtype), *_rounded_plain(module, dtype)], dtype)
+        tables = [_Place(owner, name, owner.get_buffer(name)) for owner, name in buffers_in_float32(module, dtype)]
+        for metric in _metrics(module):  # what metrics keep as buffers, such as thresholds
+            tables += [_Place(metric, name, values) for name, values in metric.named_buffers(recurse=False)]
+        statistics = list(_statistics(module)) if self._keeps_statistics() else []
+        rounded = list(_rounded_buffers(module, [*tables, *statistics], dtype))
+        rounded += [name for name, values in cast_plain_tensors(module, dtype) if _loses(values, dtype)]
+        _warn_of_rounded(rounded, dtype)
         weights = self._precise_weights(module, dtype)
-        with _metrics_as_they_are(module):
+        with _uncast_metrics(module):
             module = type(self._plugin).convert_module(self._plugin, module)
         for parameter, weight in weights:
             parameter.data = weight
@@ -87,14 +90,23 @@ class PreciseConversion:
         for each in filter(computes_frequencies, module.modules()):
             replace_forward(self._undo, each, partial(_call_in_float32, each.forward))
         for each in expects_float32_by_default(module):
-            replace_forward(self._undo, each, _in_float32_unless_compiled(each.forward))
+            replaced = partial(_call_unless_compiled, each.forward)
+            replaced.__wrapped__ = each.forward  # type: ignore[attr-defined] # transformers asks for argument names
+            replace_forward(self._undo, each, replaced)
         return module
 
     def _precise_weights(self, module: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Parameter, Tensor]]:
         named = parameters_in_float32(module, dtype)
-        if named and not self._keeps_parameters:
-            _tell_one_type(list(named), dtype)
-        return [(each, each.detach().float()) for each in named.values()] if self._keeps_parameters else []
+        if self._keeps_parameters:
+            return [(each, each.detach().float()) for each in named.values()]
+        if named:
+            rank_zero_warn(
+                f"Trainer(precision={_precision(dtype)!r}) makes {_listed(list(named))} {_kind(dtype)} too, which "
+                "transformers keeps in float32, as this strategy trains weights of one type. Losses may differ by it, "
+                "or overflow in float16. Write strategy='azureml_ddp', which keeps them in float32, or "
+                "precision='32-true'."
+            )
+        return []
 
     def end(self) -> None:
         """Make layers what Lightning's own plugin leaves. Their statistics in float32 are kept for a later use."""
@@ -138,32 +150,14 @@ def _call_in_float32(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         return forward(*args, **kwargs)
 
 
-def _in_float32_unless_compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    replaced = partial(_call_unless_compiled, forward)
-    replaced.__wrapped__ = forward  # type: ignore[attr-defined] # transformers asks for the names of its arguments
-    return replaced
-
-
 def _call_unless_compiled(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():  # a graph cannot change the default type, and fullgraph=True would fail
         return forward(*args, **kwargs)
     return _call_in_float32(forward, *args, **kwargs)
 
 
-def _tables(module: nn.Module, dtype: torch.dtype) -> Iterator[_Place]:
-    for owner, name in buffers_in_float32(module, dtype):
-        yield _Place(owner, name, owner.get_buffer(name))
-
-
-def _of_metrics(module: nn.Module) -> Iterator[_Place]:
-    """Yield what metrics keep as buffers, such as thresholds."""
-    for metric in _metrics(module):
-        for name, values in metric.named_buffers(recurse=False):
-            yield _Place(metric, name, values)
-
-
 @contextmanager
-def _metrics_as_they_are(module: nn.Module) -> Iterator[None]:
+def _uncast_metrics(module: nn.Module) -> Iterator[None]:
     """Keep the states of metrics from being cast: `Metric.set_dtype` casts them where that is meant."""
     kept = [(metric, dict(vars(metric)), dict(metric._defaults)) for metric in _metrics(module)]
     yield
@@ -194,26 +188,13 @@ def _rounded_buffers(module: nn.Module, kept: list[_Place], dtype: torch.dtype) 
                 yield f"{path}.{name}" if path else name
 
 
-def _rounded_plain(module: nn.Module, dtype: torch.dtype) -> Iterator[str]:
-    for name, values in cast_plain_tensors(module, dtype):
-        if _loses(values, dtype):
-            yield name
-
-
-def _tell_one_type(names: list[str], dtype: torch.dtype) -> None:
-    rank_zero_warn(
-        f"Trainer(precision={_precision(dtype)!r}) makes {_listed(names)} {_kind(dtype)} too, which transformers keeps "
-        "in float32, as this strategy trains weights of one type. Losses may differ by it, or overflow in float16. "
-        "Write strategy='azureml_ddp', which keeps them in float32, or precision='32-true'."
-    )
-
-
-def _tell_rounded(names: list[str], dtype: torch.dtype) -> None:
+def _warn_of_rounded(names: list[str], dtype: torch.dtype) -> None:
     if names:
         rank_zero_warn(
             f"Trainer(precision={_precision(dtype)!r}) rounds {_listed(names)} to {_kind(dtype)}, as it casts "
             "buffers too. Frequencies and positions are wrong by it in long sequences. Compute such a table in float32 "
-            f"in forward and cast what comes out of it, or write precision={_mixed(dtype)!r}, which casts no buffer."
+            "in forward and cast what comes out of it, or write "
+            f"precision={_precision(dtype).replace('true', 'mixed')!r}, which casts no buffer."
         )
 
 
@@ -235,7 +216,3 @@ def _kind(dtype: torch.dtype) -> str:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
-
-
-def _mixed(dtype: torch.dtype) -> str:
-    return _precision(dtype).replace("true", "mixed")

@@ -22,11 +22,11 @@ def test_a_rank_that_is_told_of_a_fault_aborts_its_group() -> None:
     trials = TrialGroup.__new__(TrialGroup)
     store = Store()
     trials.__dict__.update(_store=store, group=SimpleNamespace(abort=lambda: aborted.append("aborted")))
-    trials._look()
+    trials._abort_if_failed()
     assert aborted == []
     store.values["fault"] = "(OutOfMemoryError: why) on rank 1"
-    trials._look()
+    trials._abort_if_failed()
     assert aborted == ["aborted"]
     trials.__dict__.update(group=None)
-    trials._look()
+    trials._abort_if_failed()
     assert aborted == ["aborted"], "after its end there is no group"

@@ -10,7 +10,7 @@ from azureml_strategy.strategies.zero import universal
 from azureml_strategy.strategies.zero.universal import (
     convert,
     correct_stage_3,
-    forget,
+    remove_previous_files,
     require_convertible,
     require_same_slices,
     require_zero_checkpoint,
@@ -97,8 +97,8 @@ def test_nothing_but_an_earlier_save_is_forgotten(tmp_path: Path) -> None:
         universal / "weight.pt",
     ):
         file.touch()
-    forget(tmp_path)
-    forget(tmp_path / "absent")
+    remove_previous_files(tmp_path)
+    remove_previous_files(tmp_path / "absent")
     assert sorted(file.name for file in tmp_path.rglob("*")) == ["checkpoint", "mine.pt", "notes.txt"]
 
 

@@ -23,8 +23,8 @@ _WORDS = "after step {1} (exchange {0}.{2} of {3:,} numbers, period {4})"
 
 
 @dataclass
-class _UnderWay:
-    """An exchange that has begun.
+class _PendingExchange:
+    """An exchange that has begun and not arrived.
 
     Attributes:
         part: index of the part; -1 for the statistics.
@@ -72,7 +72,7 @@ class PeriodicAveraging:
         self._names = {name for name, _ in module.named_parameters()}
         self._frozen: dict[str, Tensor] = {}  # hashes of the parameters that did not train at the start
         self._parts: list[Part] = []
-        self._under_way: list[_UnderWay] = []
+        self._pending: list[_PendingExchange] = []
         self._own: dict[str, Tensor] | None = None
 
     @property
@@ -97,9 +97,15 @@ class PeriodicAveraging:
         """Note parameters that have become trainable, before their first step; a collective if there are any."""
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and name not in self._shared and name not in self._joining:
-                self._equalize(name, parameter)
+                # Those of the first rank in a new layer, otherwise the mean. The mean is what replicas have anyway,
+                # unless a parameter was unfrozen within a step, which then was its first.
+                common = self._exchanges.mean if name in self._names else self._exchanges.first
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                flat = parameter.detach().to(wide, copy=True).reshape(-1)
+                begun = self._exchanges.begin(*self._place(_NEW, len(self._joining), flat), flat, common)
+                parameter.detach().copy_(self._exchanges.wait(begun).view_as(parameter))
                 self._joining[name] = parameter.detach().clone()
-        if self._joining and self.step == self._begun and not self._under_way:
+        if self._joining and self.step == self._begun and not self._pending:
             self._join()
 
     def after_step(self, learning_rate: float) -> None:
@@ -168,16 +174,16 @@ class PeriodicAveraging:
         """Give the module the averages for good; a collective. What is under way is dropped."""
         self.show_averages()
         self._own = None
-        self._under_way = []
+        self._pending = []
 
-    def meet(self, epoch: int) -> None:
+    def compare_steps(self, epoch: int) -> None:
         """Compare the steps of the ranks at the start of an epoch; a collective.
 
         Raises:
             RanksApartError: a rank has come to another step, or is still in the epoch before.
         """
         nothing = torch.empty(0)
-        self._exchanges.begin(*self._place(_EPOCH, epoch, nothing), nothing, _same)()
+        self._exchanges.begin(*self._place(_EPOCH, epoch, nothing), nothing, _unchanged)()
 
     def shared_state(self) -> dict[str, Any]:
         """What all ranks have alike: where the period is, common parameters and the outer momentum, by name."""
@@ -199,7 +205,7 @@ class PeriodicAveraging:
         """
         under_way = [
             {"part": each.part, "due": each.due, "own": each.own, "average": self._exchanges.wait(each.average)}
-            for each in self._under_way
+            for each in self._pending
         ]
         return {
             "under_way": under_way,
@@ -229,8 +235,8 @@ class PeriodicAveraging:
             if part.compression is not None:
                 part.compression.residuals = [each.to(device) for each in residuals]
         for each in own["under_way"]:
-            arrived = partial(_same, each["average"].to(device))
-            self._under_way.append(_UnderWay(each["part"], each["due"], each["own"].to(device), arrived))
+            arrived = partial(_unchanged, each["average"].to(device))
+            self._pending.append(_PendingExchange(each["part"], each["due"], each["own"].to(device), arrived))
 
     def _begin_period(self, learning_rate: float) -> None:
         """Begin a period. Nothing is under way, so the parts can change."""
@@ -252,49 +258,38 @@ class PeriodicAveraging:
         kept = {kind: {n: t.to(device) for n, t in state[kind].items()} for kind in ("anchor", "momentum")}
         self._parts = cut_parts(self._shared, self._rules, kept["anchor"], kept["momentum"])
 
-    def _equalize(self, name: str, parameter: nn.Parameter) -> None:
-        """Have replicas begin with equal values: those of the first rank in a new layer, otherwise their mean.
-
-        The mean is what they have, unless a parameter was unfrozen within a step, which then was its first.
-        """
-        common = self._exchanges.mean if name in self._names else self._exchanges.first
-        flat = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True).reshape(-1)
-        begun = self._exchanges.begin(*self._place(_NEW, len(self._joining), flat), flat, common)
-        parameter.detach().copy_(self._exchanges.wait(begun).view_as(parameter))
-
     def _advance(self) -> None:
         """Apply what arrives after this step, and begin what is due."""
-        arriving = [each for each in self._under_way if each.due == self.step]
-        self._under_way = [each for each in self._under_way if each.due != self.step]
+        arriving = [each for each in self._pending if each.due == self.step]
+        self._pending = [each for each in self._pending if each.due != self.step]
         for each in arriving:
             self._arrive(each)
         per_fragment = len(self._parts) // self._rules.fragments
         begun = []
-        for index in range(len(self._parts)):
+        for index, part in enumerate(self._parts):
             due = self._begun + self._rules.arrival(index // per_fragment, self._length)
-            if due - self._rules.delay == self.step:
-                begun += self._begin(index, due)
+            if due - self._rules.delay != self.step:
+                continue
+            if part.fragment.size:
+                begun.append(self._send(index, due))
+            if index == len(self._parts) - 1:  # the last part takes the statistics along
+                begun += self._send_statistics(due)
         if self._rules.delay:
-            self._under_way += begun
+            self._pending += begun
             return
         for each in begun:  # not before all of them have begun: one is sent while the next is copied
             self._arrive(each)
 
-    def _begin(self, index: int, due: int) -> list[_UnderWay]:
-        """Begin the exchange of a part; the last one takes the statistics along."""
-        begun = [self._send(index, due)] if self._parts[index].fragment.size else []
-        return begun + (self._send_statistics(due) if index == len(self._parts) - 1 else [])
-
-    def _send(self, index: int, due: int) -> _UnderWay:
+    def _send(self, index: int, due: int) -> _PendingExchange:
         part = self._parts[index]
         own = part.fragment.read(self._shared)
         needed = due > self.step  # what has arrived at once replaces it
         sent = part.to_send(own, in_place=not needed)
         average = partial(part.mean, exchanges=self._exchanges)
         begun = self._exchanges.begin(*self._place(_PART, index, sent), sent, average)
-        return _UnderWay(index, due, own if needed else own[:0], begun)
+        return _PendingExchange(index, due, own if needed else own[:0], begun)
 
-    def _send_statistics(self, due: int) -> list[_UnderWay]:
+    def _send_statistics(self, due: int) -> list[_PendingExchange]:
         tensors = statistics(self._module)
         # A late average would drop what each replica saw meanwhile: with delay == period, all it ever saw, so that the
         # statistics stay those of the first exchange while the weights go on.
@@ -302,26 +297,22 @@ class PeriodicAveraging:
             return []
         sent = _statistics_fragment(tensors)[0].read(tensors)
         average = self._exchanges.begin(*self._place(_STATISTICS, 0, sent), sent, self._exchanges.mean)
-        return [_UnderWay(-1, due, sent[:0], average)]
+        return [_PendingExchange(-1, due, sent[:0], average)]
 
     @torch.no_grad()
-    def _arrive(self, arrived: _UnderWay) -> None:
+    def _arrive(self, arrived: _PendingExchange) -> None:
         average = self._exchanges.wait(arrived.average)
         if arrived.part < 0:
             tensors = statistics(self._module)
             _statistics_fragment(tensors)[0].write(average, tensors)
             return
         part = self._parts[arrived.part]
-        part.fragment.write(self._merged(part, part.common(average), arrived), self._shared)
-
-    def _merged(self, part: Part, common: Tensor, arrived: _UnderWay) -> Tensor:
-        """What this replica goes on with."""
-        mixing = self._rules.mixing
-        if mixing is not None:
-            return common.lerp(part.fragment.read(self._shared), mixing)
-        if self._rules.delay == 0:
-            return common
-        return part.fragment.read(self._shared).sub_(arrived.own).add_(common)
+        merged = part.common(average)
+        if self._rules.mixing is not None:
+            merged = merged.lerp(part.fragment.read(self._shared), self._rules.mixing)
+        elif self._rules.delay:  # keep the steps that were taken since the exchange began
+            merged = part.fragment.read(self._shared).sub_(arrived.own).add_(merged)
+        part.fragment.write(merged, self._shared)
 
     def _moved(self) -> dict[str, Tensor]:
         """The parameters that change without being trained, such as a teacher that follows; a collective.
@@ -335,11 +326,8 @@ class PeriodicAveraging:
         before = torch.stack([self._frozen.get(name, torch.zeros_like(now[0])) for name in untrained])
         changed = (now != before).float()
         mean = self._exchanges.begin(*self._place(_MOVED, 0, changed), changed, self._exchanges.mean)
-        return {
-            name: each
-            for (name, each), on_any in zip(untrained.items(), self._exchanges.wait(mean).tolist(), strict=True)
-            if on_any
-        }
+        on_any = dict(zip(untrained, self._exchanges.wait(mean).tolist(), strict=True))
+        return {name: each for name, each in untrained.items() if on_any[name]}
 
     def _untrained(self) -> dict[str, Tensor]:
         averaged = {*self._shared, *self._joining}
@@ -364,13 +352,13 @@ class PeriodicAveraging:
         return (kind, self.step, number, tensor.numel(), self._length), _WORDS
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
 def _statistics_fragment(tensors: Mapping[str, Tensor]) -> list[Fragment]:
-    """One fragment in float64: a constant that is the same on all ranks, such as a mask, stays what it is.
+    """Return one fragment in float64, so that a constant that all ranks have, such as a mask, stays what it is.
 
-    In float32 the sum of two of the least numbers is infinite, and a third of a sum of three another number.
+    In float32 the sum of two of the least numbers is infinite, and a third of a sum of three is another number.
     """
     return [Fragment(each.pieces, torch.float64) for each in cut(tensors, 1)] if tensors else []

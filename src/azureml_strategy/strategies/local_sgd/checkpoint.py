@@ -62,8 +62,15 @@ def writer(checkpoint_io: CheckpointIO) -> WriteStaged:
         save = checkpoint_io.write  # type: ignore[attr-defined]
 
     def write(content: Any, path: Path, exchange: Exchange) -> None:
+        def begin_folder() -> None:
+            if path.is_file():  # an earlier checkpoint of the same name
+                path.unlink()
+            for stale in (path / AVERAGED, *path.glob("rank_*.pt")):
+                stale.unlink(missing_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
+
         averaged, own = content
-        exchange.on_rank_zero(lambda: _begin(path))
+        exchange.on_rank_zero(begin_folder)
         exchange.on_all_ranks(lambda: save(own, _rank_file(path, exchange.rank)))
         # Last, so that a folder without it is none, and one with it is whole.
         exchange.on_rank_zero(lambda: save(averaged, path / AVERAGED))
@@ -101,15 +108,6 @@ def read_own(
             f"folder was overwritten in part. Use an earlier checkpoint, or {path / AVERAGED} alone."
         )
     return own
-
-
-def _begin(path: Path) -> None:
-    """Make an empty folder of what may be an earlier checkpoint of the same name."""
-    if path.is_file():
-        path.unlink()
-    for stale in (path / AVERAGED, *path.glob("rank_*.pt")):
-        stale.unlink(missing_ok=True)
-    path.mkdir(parents=True, exist_ok=True)
 
 
 def _rank_file(path: Path, rank: int) -> Path:

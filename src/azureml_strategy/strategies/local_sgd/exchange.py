@@ -63,12 +63,12 @@ class Exchanges:
         Returns:
             What waits for the average and returns it, for `wait`; or raises RanksApartError, or the network's error.
         """
-        ready = self._ready(tensor)
+        ready = self._wait_for_queued(tensor)
         if not self._threaded:
-            return self._queued(place, words, ready, lambda: average(tensor))
+            return self._queue_on_stream(place, words, ready, lambda: average(tensor))
 
         def work() -> Tensor:
-            self._gathered(place, words)()
+            self._gather_places(place, words)()
             ready()
             return average(tensor)
 
@@ -126,18 +126,18 @@ class Exchanges:
                     result.set_exception(error)
                 del given, result, work  # or the thread would keep the tensors until the next exchange
 
-    def _queued(
+    def _queue_on_stream(
         self, place: tuple[int, ...], words: str, ready: Callable[[], None], average: Callable[[], Tensor]
     ) -> Callable[[], Tensor]:
         """Queue an exchange on the stream, on which it waits for all that the caller has queued before.
 
         So where the caller waits for it at once, the operations of all groups run one after another on the GPU. Ranks
-        that came from different places are found when the average is asked for: NCCL has mixed their tensors by then,
-        but nobody gets the result.
+        at different steps are found when the average is asked for. By then NCCL has mixed their tensors, but nobody
+        gets the result.
         """
         with torch.cuda.stream(self._stream), torch.no_grad():
             ready()
-            compare = self._gathered(place, words)
+            compare = self._gather_places(place, words)
             averaged = average()
             done = torch.cuda.current_stream(self.device).record_event()
 
@@ -148,7 +148,7 @@ class Exchanges:
 
         return result
 
-    def _ready(self, tensor: Tensor) -> Callable[[], None]:
+    def _wait_for_queued(self, tensor: Tensor) -> Callable[[], None]:
         """Return what to call before an exchange reads a tensor that the caller has queued work for on a GPU."""
         stream = self._stream
         if stream is None:
@@ -164,42 +164,36 @@ class Exchanges:
 
         return ready
 
-    def _gathered(self, place: tuple[int, ...], words: str) -> Callable[[], None]:
-        """Gather where the ranks are, and return what compares it.
+    def _gather_places(self, place: tuple[int, ...], words: str) -> Callable[[], None]:
+        """Gather the steps of all ranks, and return a function that compares them.
 
         Ranks with unequal numbers of batches would average parameters of different steps, or one would wait for ever.
-        What compares waits for the gathering alone, not for what is queued behind it, and raises RanksApartError.
+        The function waits for the gathering alone, not for what is queued behind it, and raises RanksApartError.
         """
         if self.group is None:
             return lambda: None
         own = torch.tensor(place, dtype=torch.int64, device=self.device)
         gathered = own.new_empty(self.size, len(place))
         dist.all_gather(list(gathered), own, group=self.group)
-        places, arrived = _on_host(gathered)
+        on_host, copied = gathered, None
+        if gathered.is_cuda:
+            on_host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
+            on_host.copy_(gathered, non_blocking=True)
+            copied = torch.cuda.current_stream(gathered.device).record_event()
 
         def compare() -> None:
-            arrived()
-            _require_together([tuple(each) for each in places.tolist()], words)
+            if copied is not None:
+                copied.synchronize()
+            places = [tuple(each) for each in on_host.tolist()]
+            if len(set(places)) > 1:
+                listed = "; ".join(f"rank {rank}: {words.format(*each)}" for rank, each in enumerate(places))
+                raise RanksApartError(
+                    f"The ranks average their models, but they are at different places ({listed}). Each rank must take "
+                    "equally many optimizer steps. Give all ranks the same number of batches in each epoch: "
+                    "Trainer(use_distributed_sampler=True), or limit_train_batches=N for iterable data."
+                )
 
         return compare
-
-
-def _on_host(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """A copy of a tensor on the host, and what waits for it."""
-    if not tensor.is_cuda:
-        return tensor, lambda: None
-    copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-    return copied, torch.cuda.current_stream(tensor.device).record_event().synchronize
-
-
-def _require_together(places: list[tuple[int, ...]], words: str) -> None:
-    if len(set(places)) > 1:
-        listed = "; ".join(f"rank {rank}: {words.format(*each)}" for rank, each in enumerate(places))
-        raise RanksApartError(
-            f"The ranks average their models, but they are at different places ({listed}). Each rank must take "
-            "equally many optimizer steps. Give all ranks the same number of batches in each epoch: "
-            "Trainer(use_distributed_sampler=True), or limit_train_batches=N for iterable data."
-        )
 
 
 class Compression:

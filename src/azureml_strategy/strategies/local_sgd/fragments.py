@@ -53,9 +53,8 @@ class Fragment:
     @torch.no_grad()
     def write(self, flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Copy the elements of a flat tensor into the pieces."""
-        for piece, values in zip(
-            self.pieces, torch.split(flat, [each.stop - each.start for each in self.pieces]), strict=True
-        ):
+        sizes = [each.stop - each.start for each in self.pieces]
+        for piece, values in zip(self.pieces, torch.split(flat, sizes), strict=True):
             target = piece.of(tensors[piece.name].detach())
             target.copy_(values.view(target.shape))
 

@@ -20,7 +20,7 @@ _MOST_ELEMENTS = 2**23
 
 @dataclass
 class Part:
-    """What is exchanged at once: a fragment of the parameters or, of a large one, a share; and what is kept for it.
+    """A fragment of the parameters, or a share of a large fragment, which is exchanged at once; and its state.
 
     Attributes:
         fragment: its pieces of tensors.
@@ -43,7 +43,7 @@ class Part:
         return momentum
 
     def to_send(self, own: Tensor, in_place: bool) -> Tensor:
-        """What is averaged: the parameters, or how they have changed.
+        """Return what is averaged: the parameters, or how they have changed.
 
         Args:
             own: what this replica has, flat.
@@ -92,8 +92,14 @@ def cut_parts(
     for part in parts:
         if rules.compression is not None:
             part.compression = Compression(rules.compression)
-        if rules.outer_learning_rate is not None:
-            _give_outer(part, rules.outer_learning_rate, rules.outer_momentum, shared, momenta)
+        if rules.outer_learning_rate is None:
+            continue
+        momentum = rules.outer_momentum
+        assert part.anchor is not None
+        part.outer = SGD([part.anchor], rules.outer_learning_rate, momentum, nesterov=momentum > 0)
+        if momenta and momentum > 0:
+            zeros = {name: torch.zeros_like(each, dtype=part.fragment.dtype) for name, each in shared.items()}
+            part.outer.state[part.anchor]["momentum_buffer"] = part.fragment.read({**zeros, **momenta})
     return parts
 
 
@@ -112,13 +118,3 @@ def by_name(flats: list[tuple[Part, Tensor]], shared: Mapping[str, Tensor]) -> d
     for part, flat in flats:
         part.fragment.write(flat.cpu(), named)
     return named
-
-
-def _give_outer(
-    part: Part, rate: float, momentum: float, shared: Mapping[str, Tensor], momenta: Mapping[str, Tensor]
-) -> None:
-    assert part.anchor is not None
-    part.outer = SGD([part.anchor], rate, momentum, nesterov=momentum > 0)
-    if momenta and momentum > 0:
-        zeros = {name: torch.zeros_like(each, dtype=part.fragment.dtype) for name, each in shared.items()}
-        part.outer.state[part.anchor]["momentum_buffer"] = part.fragment.read({**zeros, **momenta})

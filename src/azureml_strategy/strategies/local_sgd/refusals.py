@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
@@ -18,51 +18,39 @@ ONE_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
 def refuse_unsupported(trainer: Trainer, module: LightningModule, sync_batchnorm: bool) -> None:
-    """Raise an error for the first thing that does not go together with local SGD.
+    """Refuse what does not go together with local SGD.
 
     Args:
         trainer: about to fit.
         module: what it trains.
         sync_batchnorm: as in `Trainer(sync_batchnorm=...)`.
-
-    Raises:
-        ConfigurationError: there is such a thing.
     """
-    for words in _found(trainer, module, sync_batchnorm):
-        raise ConfigurationError(words)
-
-
-def _found(trainer: Trainer, module: LightningModule, sync_batchnorm: bool) -> Iterator[str]:
     if not module.automatic_optimization:
-        yield (
+        raise ConfigurationError(
             f"{type(module).__name__} optimizes manually, so that nobody but the module knows which of its steps ends "
             "a period. Use automatic optimization, or strategy='azureml_ddp'."
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            yield (
+            raise ConfigurationError(
                 f"{type(callback).__name__} averages over the steps of one replica, and local SGD over replicas: the "
                 "average of a replica's own steps would be another on each rank. Leave the callback out, or use "
                 "strategy='azureml_ddp'."
             )
         if isinstance(callback, ModelPruning):
-            yield (
+            raise ConfigurationError(
                 f"{type(callback).__name__} prunes by the weights of one replica, and each replica has others: their "
                 "average would not be pruned. Prune under strategy='azureml_ddp'."
             )
     if sync_batchnorm:
-        yield (
+        raise ConfigurationError(
             "Trainer(sync_batchnorm=True) has all ranks wait for one another in each forward pass, while local SGD is "
             "to spare them that. Leave it out: running statistics are averaged with the parameters."
         )
 
 
 def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse an optimizer whose state does not bear that weights are averaged.
-
-    Raises:
-        ConfigurationError: there is one.
-    """
+    """Refuse an optimizer whose state does not bear that weights are averaged."""
     if any(isinstance(each, LBFGS) for each in optimizers):
         raise ConfigurationError(
             "LBFGS learns the curvature from the differences between its own steps, which averages of replicas would "
@@ -73,10 +61,7 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
 def refuse_infiniband(num_nodes: int) -> None:
     """Refuse a job of several nodes with InfiniBand, where averaging less often saves little and costs accuracy.
 
-    A collective.
-
-    Raises:
-        ConfigurationError: on all ranks, if a node has an adapter that can be used.
+    A collective; the error is raised on all ranks.
     """
     if num_nodes == 1:
         return
@@ -99,9 +84,6 @@ def refuse_unordered_nccl(version: tuple[int, ...]) -> None:
 
     Args:
         version: of NCCL.
-
-    Raises:
-        ConfigurationError: NCCL is older, or is told not to keep the order.
     """
     if version < (2, 26):
         raise ConfigurationError(
@@ -119,13 +101,10 @@ def refuse_unordered_nccl(version: tuple[int, ...]) -> None:
 
 
 def refuse_unequal_batches(batches: float) -> None:
-    """Refuse ranks that have unequal numbers of batches in an epoch. A collective.
+    """Refuse ranks that have unequal numbers of batches in an epoch. A collective; the error is raised on all ranks.
 
     Args:
         batches: of this rank; infinite if its loader does not say.
-
-    Raises:
-        ConfigurationError: on all ranks.
     """
     numbers = gather(batches)
     if len(set(numbers)) > 1:
@@ -144,9 +123,6 @@ def refuse_long_period(period: int, warmup_steps: int, steps: float) -> None:
         period: optimizer steps.
         warmup_steps: steps before the first period.
         steps: of the whole run; infinite if it has no end, below 0 if its end is not known.
-
-    Raises:
-        ConfigurationError: no average would be taken before the end.
     """
     if warmup_steps < steps < warmup_steps + period:
         raise ConfigurationError(

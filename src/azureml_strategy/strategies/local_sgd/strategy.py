@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -153,7 +152,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
             return
         if own is None:
             copy_from_rank_zero(self.model, self.root_device)
-        self._train_apart()
+        self._begin_local_training()
 
     @override
     def on_train_start(self) -> None:
@@ -165,16 +164,16 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
             self._steps = self._saved["global_step"]
             self._unwrap()
             self.configure_ddp()
-        self._refuse_long(self._rules.shortest)
-        if self._apart:
+        self._refuse_long_period(self._rules.shortest)
+        if self._warmup_is_over:
             self._start(_learning_rate(self.optimizers[0]))
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._saved is not None:  # the search was made at the start of an epoch
             self.on_train_start()
-        if batch_idx == 0 and self._apart:
-            self._of_fit.meet(self._trainer.current_epoch)
+        if batch_idx == 0 and self._warmup_is_over:
+            self._averaging_of_fit.compare_steps(self._trainer.current_epoch)
 
     @override
     def optimizer_step(
@@ -184,31 +183,31 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         model: LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        apart = self._apart
+        apart = self._warmup_is_over
         if apart:
-            self._of_fit.before_step()
+            self._averaging_of_fit.before_step()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._steps += 1
         if apart:
             with self._trainer.profiler.profile(  # type: ignore[attr-defined]
                 f"[Strategy]{type(self).__name__}.average"
             ):
-                self._of_fit.after_step(_learning_rate(optimizer))
-        elif self._apart:
-            self._train_apart()
+                self._averaging_of_fit.after_step(_learning_rate(optimizer))
+        elif self._warmup_is_over:
+            self._begin_local_training()
             self._start(_learning_rate(optimizer))
         return output
 
     @override
     def reduce_as_gradients(self, tensor: Tensor) -> Tensor:
-        if not self._apart:
+        if not self._warmup_is_over:
             return super().reduce_as_gradients(tensor)
         return tensor if self._node_group is None else reduce_over_ranks(tensor, self._node_group)
 
     @override
     def on_validation_start(self) -> None:
-        if self._fits_apart and not self._trainer.sanity_checking:
-            self._of_fit.show_averages()
+        if self._averages_periodically and not self._trainer.sanity_checking:
+            self._averaging_of_fit.show_averages()
 
     @override
     def on_validation_end(self) -> None:
@@ -217,22 +216,22 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
 
     @override
     def on_train_end(self) -> None:
-        if self._fits_apart:
-            self._of_fit.end()
+        if self._averages_periodically:
+            self._averaging_of_fit.end()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The averages of all ranks, while replicas train by themselves; a collective."""
-        if not self._fits_apart:
+        if not self._averages_periodically:
             return super().lightning_module_state_dict()
-        with self._of_fit.averaged():
+        with self._averaging_of_fit.averaged():
             return cloned(super().lightning_module_state_dict())
 
     @override
     def own_entries(self) -> dict[str, Any]:
         if self._averaging is None:
             return super().own_entries()
-        state = {"world_size": self.world_size, "rules": self._described(), **self._averaging.shared_state()}
+        state = {"world_size": self.world_size, "rules": self._plain_rules(), **self._averaging.shared_state()}
         return {**super().own_entries(), ENTRY: state}
 
     @override
@@ -271,7 +270,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
             return checkpoint
         self._saved = {"global_step": checkpoint.get("global_step", 0)}
         if ENTRY in checkpoint:
-            self._saved |= self._resumed(path, checkpoint, weights_only) if folder else {ENTRY: checkpoint[ENTRY]}
+            self._saved |= self._restore_own(path, checkpoint, weights_only) if folder else {ENTRY: checkpoint[ENTRY]}
         return checkpoint
 
     @override
@@ -287,7 +286,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
     @property
     @override
     def copies(self) -> str | None:
-        if not self._fits_apart or self._of_fit.are_together:
+        if not self._averages_periodically or self._averaging_of_fit.are_together:
             return ALL_RANKS
         return f"node {self.node_rank}" if self._node_group is not None else None
 
@@ -303,18 +302,18 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         return self._rules.delay > 0 and self.world_size > 1 and "nccl" in backend
 
     @property
-    def _of_fit(self) -> PeriodicAveraging:
+    def _averaging_of_fit(self) -> PeriodicAveraging:
         assert self._averaging is not None
         return self._averaging
 
     @property
-    def _apart(self) -> bool:
+    def _warmup_is_over(self) -> bool:
         """Whether the warm-up is over."""
         return self._steps >= self._warmup_steps
 
     @property
-    def _fits_apart(self) -> bool:
-        return self._averaging is not None and self._apart
+    def _averages_periodically(self) -> bool:
+        return self._averaging is not None and self._warmup_is_over
 
     def _connect(self) -> None:
         """Make process groups for the exchanges and for the gradients of a node; a collective."""
@@ -334,39 +333,32 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
             )
 
     def _start(self, learning_rate: float) -> None:
-        length = self._of_fit.start(learning_rate)
-        if self._of_fit.step == 0:
-            self._refuse_long(length)
+        length = self._averaging_of_fit.start(learning_rate)
+        if self._averaging_of_fit.step == 0:
+            self._refuse_long_period(length)
 
-    def _refuse_long(self, period: int) -> None:
+    def _refuse_long_period(self, period: int) -> None:
         """Refuse a period that is longer than the run, unless a few steps are taken for a trial."""
         trainer = self._trainer
         searches = trainer.max_steps != self._max_steps  # LearningRateFinder trains for a number of steps of its own
         if not (searches or trainer.fast_dev_run):  # type: ignore[attr-defined]
             refuse_long_period(period, self._warmup_steps, trainer.estimated_stepping_batches)
 
-    def _train_apart(self) -> None:
+    def _begin_local_training(self) -> None:
         """Have this replica train by itself from now on: the bare module, or DDP inside the node."""
-        module = self._unwrap()
+        self._unwrap()
         if self._node_group is not None:
-            with self._in_node():
-                self.model = ddp = self._setup_model(module)
+            self.model = ddp = self._wrap_in_node(equalize=True)
             self._wrappers = Wrappers(ddp, self._wrap_in_node)
 
     def _wrap_in_node(self, equalize: bool) -> CompletingDDP:
-        with self._in_node():
-            return self._made_beside(equalize)
+        """Make DDP of the module inside the node, without the hooks of the warm-up."""
+        assert self.lightning_module is not None
+        init_sync = {} if equalize else {"init_sync": False}
+        with self._ddp_arguments({**self._ddp_kwargs, "process_group": self._node_group, **init_sync}):
+            return self._setup_model(self.lightning_module)
 
-    @contextmanager
-    def _in_node(self) -> Iterator[None]:
-        given = self._ddp_kwargs
-        self._ddp_kwargs = {**given, "process_group": self._node_group}
-        try:
-            yield
-        finally:
-            self._ddp_kwargs = given
-
-    def _described(self) -> dict[str, Any]:
+    def _plain_rules(self) -> dict[str, Any]:
         """The rules in plain values, which a restart compares; a period of the user's own by its name."""
         period = self._rules.period
         known = isinstance(period, int) or is_dataclass(period)
@@ -375,10 +367,10 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         rules = {each.name: repr(getattr(self._rules, each.name)) for each in fields(self._rules)}
         return {**rules, "period": named, "replica": self._replica}
 
-    def _resumed(self, path: Path, checkpoint: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:
+    def _restore_own(self, path: Path, checkpoint: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:
         """Give the checkpoint what this rank had of its own, if ranks and rules are those that wrote it."""
         shared = checkpoint[ENTRY]
-        saved_ranks, same_rules = shared["world_size"], shared["rules"] == self._described()
+        saved_ranks, same_rules = shared["world_size"], shared["rules"] == self._plain_rules()
         source = self.global_rank % saved_ranks
 
         def read(file: Path) -> dict[str, Any]:

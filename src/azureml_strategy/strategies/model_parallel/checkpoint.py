@@ -179,21 +179,18 @@ def check_checkpoint(path: Path, weights: Mapping[str, torch.Size], strict: bool
     """
     if not path.exists():
         raise UnfitCheckpointError(f"There is no checkpoint at {path}.")
-    if path.is_dir():
-        _check_complete(path)
-        _check_weights(path, weights, strict, trusted)
-
-
-def _check_complete(folder: Path) -> None:
-    missing = [name for name in (_INDEX, _REST) if not (folder / name).is_file()]
+    if not path.is_dir():
+        return
+    missing = [name for name in (_INDEX, _REST) if not (path / name).is_file()]
     if len(missing) == 1:
-        raise ConfigurationError(f"The checkpoint {folder} is incomplete: {missing[0]} is missing. Use an earlier one.")
+        raise ConfigurationError(f"The checkpoint {path} is incomplete: {missing[0]} is missing. Use an earlier one.")
     if missing:
-        found = sorted(file.name for file in folder.iterdir())[:_SHOWN]
+        found = sorted(file.name for file in path.iterdir())[:_SHOWN]
         raise ConfigurationError(
-            f"{folder} is no distributed checkpoint: it holds {', '.join(found) or 'nothing'}, but no {_INDEX}. "
+            f"{path} is no distributed checkpoint: it holds {', '.join(found) or 'nothing'}, but no {_INDEX}. "
             f"{_LAYOUTS}"
         )
+    _check_weights(path, weights, strict, trusted)
 
 
 def _check_weights(folder: Path, weights: Mapping[str, torch.Size], strict: bool, trusted: bool) -> None:

@@ -66,12 +66,12 @@ def finish_backward(units: Iterable[FSDPModule]) -> None:
     for unit in units:
         state: Any = unit._get_fsdp_state()
         if state._is_root and any(
-            _is_left(each) for other in state._state_ctx.all_states for each in _parameters(other)
+            _has_unreduced_gradient(each) for other in state._state_ctx.all_states for each in _parameters(other)
         ):
             state._root_post_backward_final_callback()
 
 
-def _is_left(form: Any) -> bool:
+def _has_unreduced_gradient(form: Any) -> bool:
     gathered = getattr(form, "_unsharded_param", None)
     return gathered is not None and (gathered.grad is not None or form.unsharded_accumulated_grad is not None)
 

@@ -73,7 +73,7 @@ class Gathering:
             unit.reshard()
 
     def agree(self) -> None:
-        """Settle which of the parameters outside of the blocks train."""
+        """Apply a change of `requires_grad` to both forms of each parameter outside of the blocks."""
         for forms in self._forms.values():
             agree_on_training(forms, self._agreed)
 
@@ -92,16 +92,13 @@ class Gathering:
             return
         unit.unshard()
         if not torch.is_grad_enabled():
-            _reshard_after_call(unit, layer)
+
+            def reshard(*_: object) -> None:
+                handle.remove()
+                unit.reshard()
+
+            handle = layer.register_forward_hook(reshard)
         elif of not in self._whole_in_backward:
             self._whole_in_backward[of] = unit
             unit.set_reshard_after_forward(False, recurse=False)
             unit.set_reshard_after_backward(False, recurse=False)
-
-
-def _reshard_after_call(unit: FSDPModule, layer: nn.Module) -> None:
-    def reshard(*_: object) -> None:
-        handle.remove()
-        unit.reshard()
-
-    handle = layer.register_forward_hook(reshard)

@@ -41,9 +41,15 @@ class NormsOverMeshes(TorchFunctionMode):
                 return _norm(args[0], p)
             if p is not None and func is torch._foreach_norm and any(isinstance(each, DTensor) for each in args[0]):
                 return [_norm(each, p) for each in args[0]]
-        if func is torch._foreach_mul_ and len({_mesh(each) for each in args[0]}) > 1:
-            return _by_mesh(func, args, kwargs)
-        return func(*args, **kwargs)
+        if func is not torch._foreach_mul_ or len({_mesh(each) for each in args[0]}) <= 1:
+            return func(*args, **kwargs)
+        # Once for the tensors of each mesh, which are changed in place; their factor is one for all.
+        by_mesh: defaultdict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
+        for tensor in args[0]:
+            by_mesh[_mesh(tensor)].append(tensor)
+        for tensors in by_mesh.values():
+            func(tensors, *args[1:], **kwargs)
+        return None
 
 
 def warn_of_lost_hooks(module: nn.Module) -> None:
@@ -84,15 +90,6 @@ def _norm(tensor: Tensor, p: float) -> Tensor:
             kind = dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM
             dist.all_reduce(power, kind, group=tensor.device_mesh.get_group(axis))
     return power if p == math.inf else power.pow(1 / p)
-
-
-def _by_mesh(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Call a function that changes tensors in place once for those of each mesh; their factor is one for all."""
-    groups: defaultdict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
-    for tensor in args[0]:
-        groups[_mesh(tensor)].append(tensor)
-    for tensors in groups.values():
-        func(tensors, *args[1:], **kwargs)
 
 
 def _mesh(tensor: Tensor) -> DeviceMesh | None:

@@ -124,7 +124,9 @@ def plan_layout(
             would span nodes.
     """
     sequence = sequence_parallel_size
-    _check_positive(data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size)
+    for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
+        if size != "auto" and size < 1:
+            raise MeshSizeError(f"{name}={size} is no number of processes. Write 1 or more, or 'auto'.")
     if not isinstance(sequence, int) or sequence < 1:
         raise MeshSizeError(f"sequence_parallel_size={sequence} is no number of processes. Write 1 or more.")
     world_size = num_nodes * processes_per_node
@@ -138,7 +140,12 @@ def plan_layout(
     if data * sequence * tensor != world_size:
         raise MeshSizeError(_not_the_world(layout, num_nodes, processes_per_node))
     if processes_per_node % tensor and not across_nodes:
-        raise MeshSizeError(_spans_nodes(tensor, num_nodes, processes_per_node))
+        raise MeshSizeError(
+            f"tensor_parallel_size={tensor} does not divide the {processes_per_node} process(es) of a node, so groups "
+            f"would span the {num_nodes} nodes, and every layer would wait for the network several times. Write one of "
+            f"{', '.join(map(str, divisors(processes_per_node)))}; or tensor_parallel_across_nodes=True, if that is "
+            "meant."
+        )
     return layout
 
 
@@ -149,9 +156,6 @@ def check_counts(size: int, counts: Mapping[str, int], axis: str = "tensor_paral
         size: ranks of a group, each of which gets an equal share.
         counts: what each number counts, such as `heads`, and the number.
         axis: what the user calls the size.
-
-    Raises:
-        MeshSizeError: the size does not divide one of the numbers.
     """
     for name, count in counts.items():
         if count % size:
@@ -165,12 +169,6 @@ def check_counts(size: int, counts: Mapping[str, int], axis: str = "tensor_paral
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number of 1 or more, in ascending order."""
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-
-
-def _check_positive(**sizes: Size) -> None:
-    for name, size in sizes.items():
-        if size != "auto" and size < 1:
-            raise MeshSizeError(f"{name}={size} is no number of processes. Write 1 or more, or 'auto'.")
 
 
 def _not_the_world(layout: MeshLayout, num_nodes: int, processes_per_node: int) -> str:
@@ -188,12 +186,4 @@ def _not_the_world(layout: MeshLayout, num_nodes: int, processes_per_node: int) 
         f"data_parallel_size={data} times tensor_parallel_size={tensor} is {data * tensor}, but there are {world_size} "
         f"processes ({processes_per_node} on each of {num_nodes} node(s)). Write sizes whose product is {world_size} "
         f"({fitting}), or leave data_parallel_size='auto'."
-    )
-
-
-def _spans_nodes(tensor: int, num_nodes: int, processes_per_node: int) -> str:
-    return (
-        f"tensor_parallel_size={tensor} does not divide the {processes_per_node} process(es) of a node, so groups "
-        f"would span the {num_nodes} nodes, and every layer would wait for the network several times. Write one of "
-        f"{', '.join(map(str, divisors(processes_per_node)))}; or tensor_parallel_across_nodes=True, if that is meant."
     )

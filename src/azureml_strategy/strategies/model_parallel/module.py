@@ -78,7 +78,7 @@ def plan_of(module: nn.Module, size: int) -> Mapping[str, str]:
                 "Write tensor_parallel_size=1, which shards it by blocks without cutting them; or give "
                 f"{type(module).__name__} a method tensor_parallel_plan()."
             )
-        plan |= {_below(name, layer): style for layer, style in own.items()}
+        plan |= {f"{name}.{layer}" if name else layer: style for layer, style in own.items()}
     if not plan:
         raise MissingPlanError(
             f"tensor_parallel_size={size}, but {type(module).__name__} does not say how to cut its layers. Give it a "
@@ -112,18 +112,10 @@ def sharded_blocks_of(module: nn.Module) -> list[nn.Module]:
 
 
 def refuse_two_checkpointings(module: nn.Module) -> None:
-    """Refuse to recompute what a model of transformers recomputes already.
-
-    Raises:
-        ConfigurationError: `gradient_checkpointing_enable()` was called.
-    """
+    """Refuse to recompute what a model of transformers recomputes already."""
     for model in find_models(module).values():
         if checkpoints_activations(model):
             raise ConfigurationError(
                 f"activation_checkpointing=True, and gradient_checkpointing_enable() was called on the "
                 f"{type(model).__name__}: each block would be computed three times. Leave one of them out."
             )
-
-
-def _below(name: str, layer: str) -> str:
-    return f"{name}.{layer}" if name else layer

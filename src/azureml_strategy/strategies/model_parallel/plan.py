@@ -75,16 +75,6 @@ def spread(
     copy_from_rank_zero(module, device)
     if plan:
         cut_tensors(module, tensor_mesh, plan)
-    blocks = _blocks(module)
-    if activation_checkpointing:
-        checkpoint_activations(blocks)
-    shard_parameters(module, mesh["data_parallel"], blocks, precision)
-    with large_blocks_returned():
-        fill_all(module, device)
-    return uncut_parameters(module, "tensor_parallel") if plan else []
-
-
-def _blocks(module: nn.Module) -> Sequence[nn.Module]:
     blocks = unique(sharded_blocks_of(module))
     if not blocks:
         rank_zero_warn(
@@ -92,7 +82,12 @@ def _blocks(module: nn.Module) -> Sequence[nn.Module]:
             "only gradients and optimizer state take less memory. Give it a method sharded_blocks() that returns its "
             "layers."
         )
-    return blocks
+    if activation_checkpointing:
+        checkpoint_activations(blocks)
+    shard_parameters(module, mesh["data_parallel"], blocks, precision)
+    with large_blocks_returned():
+        fill_all(module, device)
+    return uncut_parameters(module, "tensor_parallel") if plan else []
 
 
 def shared_parameters(module: nn.Module) -> list[Places]:

@@ -36,11 +36,7 @@ _EXPLAINED = {
 
 
 def refuse_callbacks(callbacks: Iterable[Callback], tensor_parallel: bool) -> None:
-    """Refuse callbacks that put other parameters in the place of sharded ones, or compare those of two meshes.
-
-    Raises:
-        ConfigurationError: there is one.
-    """
+    """Refuse callbacks that put other parameters in the place of sharded ones, or compare those of two meshes."""
     for callback in callbacks:
         if isinstance(callback, ModelPruning):
             raise ConfigurationError(
@@ -57,11 +53,7 @@ def refuse_callbacks(callbacks: Iterable[Callback], tensor_parallel: bool) -> No
 
 
 def refuse_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that needs all parameters in one vector.
-
-    Raises:
-        ConfigurationError: it is LBFGS.
-    """
+    """Refuse an optimizer that needs all parameters in one vector."""
     if isinstance(optimizer, LBFGS):
         raise ConfigurationError(
             "LBFGS makes one vector of all parameters, and those of azureml_model_parallel are sharded. Use another "
@@ -86,11 +78,7 @@ def refuse_copies(module: nn.Module) -> None:
 
 
 def refuse_scalars(module: nn.Module) -> None:
-    """Refuse parameters without a dimension to shard, by their full names.
-
-    Raises:
-        ConfigurationError: there is one.
-    """
+    """Refuse parameters without a dimension to shard, by their full names."""
     scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise ConfigurationError(
@@ -99,7 +87,7 @@ def refuse_scalars(module: nn.Module) -> None:
         )
 
 
-class KeptData:
+class ParameterMemory:
     """Refuses the next step after `parameter.data = ...`, which FSDP2 does not see: it trains the memory that it had.
 
     Args:
@@ -110,7 +98,7 @@ class KeptData:
         sharded = [(name, each) for name, each in module.named_parameters() if isinstance(each, DTensor)]
         self._before = [(name, each, memory_of(each)) for name, each in sharded]
 
-    def require(self) -> None:
+    def require_same(self) -> None:
         """Check that nobody has replaced the data of a parameter.
 
         Raises:

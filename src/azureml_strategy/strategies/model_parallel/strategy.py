@@ -49,7 +49,12 @@ from azureml_strategy.strategies.model_parallel.module import (
     plan_of,
 )
 from azureml_strategy.strategies.model_parallel.plan import is_parallel, reshard, spread
-from azureml_strategy.strategies.model_parallel.refusals import KeptData, explain, refuse_callbacks, refuse_optimizer
+from azureml_strategy.strategies.model_parallel.refusals import (
+    ParameterMemory,
+    explain,
+    refuse_callbacks,
+    refuse_optimizer,
+)
 from azureml_strategy.strategies.model_parallel.sequences import share_sequences
 from azureml_strategy.strategies.model_parallel.whole_values import (
     copies_in,
@@ -121,7 +126,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         self._uncut: list[nn.Parameter] = []
         self._spread_by_itself = False
         self._gathering: Gathering | None = None
-        self._data: KeptData | None = None
+        self._memory: ParameterMemory | None = None
 
     @property
     @override
@@ -166,7 +171,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
             self.lightning_module, self.precision_plugin.precision, self.root_device.type
         )
         if not spread_by_itself:
-            self._settle_sizes()
+            self._fall_back_to_data_parallel()
             self._spread_with_copies(trainer)
         else:
             take_whole_dictionaries(self.lightning_module)
@@ -178,7 +183,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
             # Lightning's own setup refuses a module without configure_model: nothing else would have spread it.
             with self.recording_models():
                 super(ModelParallelStrategy, self).setup(trainer)
-        self._gathering, self._data = Gathering(self.lightning_module), KeptData(self.lightning_module)
+        self._gathering, self._memory = Gathering(self.lightning_module), ParameterMemory(self.lightning_module)
         if self._broadcast_buffers:
             # A module that spreads itself may hold other buffers on each rank of a tensor-parallel group.
             replicas = self.device_mesh["data_parallel"].get_group() if spread_by_itself else None
@@ -194,7 +199,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
             self._stop_sharing = None
         if self._gathering is not None:
             self._gathering.remove()
-            self._gathering = self._data = None
+            self._gathering = self._memory = None
         if self.lightning_module is not None:
             reshard(self.lightning_module)
         super().teardown()
@@ -243,8 +248,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        assert self._data is not None
-        self._data.require()
+        assert self._memory is not None
+        self._memory.require_same()
         outputs = super().training_step(*args, **kwargs)
         if not self.lightning_module.automatic_optimization:
             self._shard_again()
@@ -348,7 +353,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         return ("state_dict", "optimizer_states") if self._save_distributed_checkpoint else ()
 
     def _spread_with_copies(self, trainer: Trainer) -> None:
-        """Spread the module, and alike what callbacks have copied of it: they compute with both."""
+        """Spread the module and the copies of it that callbacks have made, as they compute with both."""
         assert self.lightning_module is not None
         copies = copies_in(trainer.callbacks, self.lightning_module)  # type: ignore[attr-defined]
         for each in (*filter(lambda copy: not is_parallel(copy), copies), self.lightning_module):
@@ -384,8 +389,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
             check_counts(layout.tensor_parallel_size, counts_of(module))
         return layout
 
-    def _settle_sizes(self) -> None:
-        """Give all ranks to data parallelism, if `auto` left room for a module that spreads itself, and it did not.
+    def _fall_back_to_data_parallel(self) -> None:
+        """Give all ranks to data parallelism, if `auto` kept ranks for a module that might spread itself and did not.
 
         What `configure_model` makes is unknown before. A model of transformers is cut only where a size asks for it.
         """

@@ -63,13 +63,13 @@ def homes_of(module: nn.Module, units: set[nn.Module]) -> Homes:
 
 def _shared_layers(module: nn.Module, units: set[nn.Module]) -> set[nn.Module]:
     """Return the outermost layers with parameters that are found in several units."""
-    shared = {each for each, homes in homes_of(module, units).items() if len(homes) > 1 and _can_be_unit(each)}
+    shared = {
+        each
+        for each, homes in homes_of(module, units).items()
+        if len(homes) > 1 and any(True for _ in each.parameters()) and type(each).forward is not nn.Module.forward
+    }
     inside = {below for each in shared for below in each.modules() if below is not each}
     return shared - inside
-
-
-def _can_be_unit(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters()) and type(module).forward is not nn.Module.forward
 
 
 def _in_several(module: nn.Module, units: set[nn.Module]) -> dict[nn.Parameter, set[nn.Module]]:

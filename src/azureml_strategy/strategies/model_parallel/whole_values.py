@@ -24,10 +24,10 @@ def take_whole_dictionaries(module: nn.Module) -> None:
     """
     for each in module.modules():
         if any(isinstance(parameter, DTensor) for parameter in each.parameters(recurse=False)):
-            each.register_load_state_dict_pre_hook(_cut)  # type: ignore[no-untyped-call]
+            each.register_load_state_dict_pre_hook(_shard_values)  # type: ignore[no-untyped-call]
 
 
-def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _shard_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         value = state_dict.get(prefix + name)
         if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
@@ -75,7 +75,17 @@ def train_alike(optimizer: Optimizer, group: ProcessGroup) -> None:
     Raises:
         ConfigurationError: a group holds sharded and other parameters, for which torch's optimizers have no step.
     """
-    for_each_parameter(optimizer, _unsharded, lambda each: _share(each, group))
+
+    def share(parameter: nn.Parameter) -> None:
+        dist.broadcast(parameter.detach(), dist.get_global_rank(group, 0), group=group)
+        parameter.register_hook(mean)  # type: ignore[no-untyped-call]
+
+    def mean(gradient: Tensor) -> Tensor:
+        total = gradient / group.size()
+        dist.all_reduce(total, group=group)
+        return total
+
+    for_each_parameter(optimizer, _unsharded, share)
 
 
 def _unsharded(optimizer: Optimizer) -> Iterator[nn.Parameter]:
@@ -90,14 +100,3 @@ def _unsharded(optimizer: Optimizer) -> Iterator[nn.Parameter]:
                 "parameter group of its own."
             )
         yield from whole
-
-
-def _share(parameter: nn.Parameter, group: ProcessGroup) -> None:
-    dist.broadcast(parameter.detach(), dist.get_global_rank(group, 0), group=group)
-
-    def mean(gradient: Tensor) -> Tensor:
-        total = gradient / group.size()
-        dist.all_reduce(total, group=group)
-        return total
-
-    parameter.register_hook(mean)  # type: ignore[no-untyped-call]

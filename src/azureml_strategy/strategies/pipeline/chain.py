@@ -78,38 +78,36 @@ class OwnChain:
             )
         return inputs, targets
 
-    def computed(self, micro: MicroBatch, outputs: Any) -> AbstractContextManager[None]:
+    @contextmanager
+    def computed(self, micro: MicroBatch, outputs: Any) -> Iterator[None]:
         """Let the module's `forward` give the outputs."""
-        return _forward_gives(self._module, micro, outputs)
+        module, calls = self._module, 0
+        step = f"{type(module).__name__}.{micro.hook}"
 
+        def forward(*inputs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            given = inputs[0] if len(inputs) == 1 else inputs
+            if calls > 1 or not _same(given, micro.inputs):
+                raise PipelineError(
+                    f"{step} calls self(...) "
+                    + ("a second time" if calls > 1 else "with other inputs than pipeline_batch() gives")
+                    + ", but in a pipeline the micro-batch has gone through the stages already, once, as "
+                    "pipeline_batch() gave it. Change inputs in on_after_batch_transfer or in the first layer, and "
+                    "call self(inputs) once."
+                )
+            return outputs
 
-@contextmanager
-def _forward_gives(module: LightningModule, micro: MicroBatch, outputs: Any) -> Iterator[None]:
-    calls = 0
-
-    def forward(*inputs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        given = inputs[0] if len(inputs) == 1 else inputs
-        if calls > 1 or not _same(given, micro.inputs):
+        module.forward = forward  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del module.forward
+        if not calls:
             raise PipelineError(
-                f"{type(module).__name__}.{micro.hook} calls self(...) "
-                + ("a second time" if calls > 1 else "with other inputs than pipeline_batch() gives")
-                + ", but in a pipeline the micro-batch has gone through the stages already, once, as pipeline_batch() "
-                "gave it. Change inputs in on_after_batch_transfer or in the first layer, and call self(inputs) once."
+                f"{step} never calls self(inputs), so what the pipeline computed would go unused. Call it, instead of "
+                "layers of the module: those of other stages are not in this process."
             )
-        return outputs
-
-    module.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del module.forward
-    if not calls:
-        raise PipelineError(
-            f"{type(module).__name__}.{micro.hook} never calls self(inputs), so what the pipeline computed would go "
-            "unused. Call it, instead of layers of the module: those of other stages are not in this process."
-        )
 
 
 def _same(given: Any, expected: Any) -> bool:

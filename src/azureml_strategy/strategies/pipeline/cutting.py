@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from azureml_strategy.strategies.mixed_precision import float32_buffers
 from azureml_strategy.strategies.pipeline.chain import Chain
-from azureml_strategy.strategies.pipeline.partition import PipelineError, PipelineLayer, place_of, stage_bounds
+from azureml_strategy.strategies.pipeline.partition import PipelineError, place_of, stage_bounds
 from azureml_strategy.strategies.pipeline.stage import StageLayer
 
 
@@ -67,10 +67,15 @@ class Cut:
         self._module, self._source = module, chain
         self._chain = chain.layers
         self.places = [place_of(module, index, layer) for index, layer in enumerate(self._chain)]
-        self._check_nothing_outside()
+        sketches = (name for name, buffer in module.named_buffers() if buffer.is_meta)
+        self._refuse_outside([*dict(module.named_parameters()), *module.state_dict(), *sketches])
         self.parameters = [self._count(index) for index in range(len(self._chain))]
-        self.bounds = self._bounds(num_stages, partition)
-        self._check_shared()
+        # The last layers count as one, as they stay together.
+        first, kinds = len(self._chain) - chain.heads, [layer.kind for layer in self._chain]
+        together = [*self.parameters[:first], sum(self.parameters[first:])]
+        starts = stage_bounds(together, kinds[: first + 1], num_stages, partition)[:-1]
+        self.bounds = [*starts, len(self._chain)]
+        self._refuse_shared()
         self._shared: dict[str, nn.Parameter] = {}
         self._kept: dict[int, nn.Module] = {}
 
@@ -120,11 +125,7 @@ class Cut:
                 self._module.set_submodule(place, layer)
 
     def check_nothing_added(self) -> None:
-        """Refuse parameters that were made after the module was cut.
-
-        Raises:
-            PipelineError: there is one outside of the layers, by its name.
-        """
+        """Refuse parameters that were made after the module was cut."""
         self._refuse_outside(name for name, each in self._module.named_parameters() if each.requires_grad)
 
     def summary(self, replicas: int) -> str:
@@ -146,18 +147,14 @@ class Cut:
             layer, module = self._chain[index], self._existing(index)
             if module is None:
                 module = as_module(layer.build())
-            if layer.tied is not None:
-                _share(module, layer, self._shared)
+            if layer.tied is not None:  # by the first layer in this stage with the same key
+                parameter = self._shared.setdefault(layer.tied, module.get_parameter(layer.tied_parameter))
+                owner, _, name = layer.tied_parameter.rpartition(".")
+                setattr(module.get_submodule(owner), name, parameter)
             self._kept[index] = module
             return self._source.view(index, module)
 
         return build
-
-    def _bounds(self, num_stages: int, partition: str) -> list[int]:
-        """Cut the chain, whose last layers count as one."""
-        first, kinds = len(self._chain) - self._source.heads, [layer.kind for layer in self._chain]
-        together = [*self.parameters[:first], sum(self.parameters[first:])]
-        return [*stage_bounds(together, kinds[: first + 1], num_stages, partition)[:-1], len(self._chain)]
 
     def _existing(self, index: int) -> nn.Module | None:
         """Return the module's own layer; None if there is none, or only a sketch on the meta device."""
@@ -168,12 +165,18 @@ class Cut:
                 f"This module was cut before, into other stages, and {place} is no longer in this process. Make a new "
                 "module, and give it the consolidated weights of the old one."
             )
-        return None if layer is None or _is_sketch(layer) else layer
+        if layer is None or any(each.is_meta for each in (*layer.parameters(), *layer.buffers())):
+            return None
+        return layer
 
     def _count(self, index: int) -> int:
+        """Return the number of trainable parameters of a layer."""
         place = self.places[index]
         if place is not None:
-            return _trainable(self._module.get_submodule(place))
+            held = self._module.get_submodule(place)
+            if isinstance(held, OtherStage):
+                return held.trainable
+            return sum(parameter.numel() for parameter in held.parameters() if parameter.requires_grad)
         with torch.device("meta"):
             layer = as_module(self._chain[index].build())
         if any(True for _ in layer.parameters()):
@@ -184,7 +187,7 @@ class Cut:
             )
         return 0
 
-    def _check_shared(self) -> None:
+    def _refuse_shared(self) -> None:
         """Refuse parameters of several layers that would become a copy for each layer."""
         first: dict[int, tuple[int, str, str | None]] = {}
         for index, (layer, place) in enumerate(zip(self._chain, self.places, strict=True)):
@@ -198,11 +201,6 @@ class Cut:
                         "parameter of each layer by the same `tied` key and its name as `tied_parameter`, give each "
                         "layer parameters of its own, or have one layer of the chain call both."
                     )
-
-    def _check_nothing_outside(self) -> None:
-        sketches = (name for name, buffer in self._module.named_buffers() if buffer.is_meta)
-        kept = [*dict(self._module.named_parameters()), *self._module.state_dict(), *sketches]
-        self._refuse_outside(kept)
 
     def _refuse_outside(self, names: Iterable[str]) -> None:
         inside = tuple(f"{place}." for place in self.places if place is not None)
@@ -224,21 +222,3 @@ class _Function(nn.Module):
     @override
     def forward(self, inputs: Any) -> Any:
         return self._function(inputs)
-
-
-def _is_sketch(layer: nn.Module) -> bool:
-    return any(tensor.is_meta for tensors in (layer.parameters(), layer.buffers()) for tensor in tensors)
-
-
-def _trainable(layer: nn.Module) -> int:
-    if isinstance(layer, OtherStage):
-        return layer.trainable
-    return sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
-
-
-def _share(module: nn.Module, layer: PipelineLayer, shared: dict[str, nn.Parameter]) -> None:
-    """Give a layer the shared parameter of the first layer in this stage with the same tie key."""
-    assert layer.tied is not None
-    parameter = shared.setdefault(layer.tied, module.get_parameter(layer.tied_parameter))
-    owner, _, name = layer.tied_parameter.rpartition(".")
-    setattr(module.get_submodule(owner), name, parameter)

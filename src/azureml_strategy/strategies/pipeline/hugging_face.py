@@ -50,7 +50,11 @@ class HuggingFaceChain:
 
     def __init__(self, module: LightningModule, activation_checkpointing: bool) -> None:
         self._module = module
-        self._model = ModelChain(module, _has_weights, activation_checkpointing)
+
+        def has_weights(layer: nn.Module) -> bool:
+            return isinstance(layer, OtherStage) or bool(layer.state_dict())
+
+        self._model = ModelChain(module, has_weights, activation_checkpointing)
         self.layers, self.heads = self._model.layers, self._model.heads
         if not any(isinstance(each, OtherStage) for each in module.modules()):
             self._model.check()
@@ -72,7 +76,3 @@ class HuggingFaceChain:
         own = getattr(self._module, "pipeline_batch", self._model.split)
         inputs, targets = own(batch)
         return inputs, targets
-
-
-def _has_weights(layer: nn.Module) -> bool:
-    return isinstance(layer, OtherStage) or bool(layer.state_dict())

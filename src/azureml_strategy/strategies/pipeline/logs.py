@@ -65,7 +65,7 @@ class SharedLogs:
         """Record the `self.log` calls of a micro-batch with this number of samples instead of executing them."""
 
         def log(*args: Any, **kwargs: Any) -> None:
-            self._note(samples, _ARGUMENTS.bind(self._module, *args, **kwargs).arguments)
+            self._record(samples, _ARGUMENTS.bind(self._module, *args, **kwargs).arguments)
 
         self._module.log = log  # type: ignore[method-assign]
         try:
@@ -102,10 +102,10 @@ class SharedLogs:
                 raises the step's own error.
         """
         entries, self._entries = self._entries, {}
-        names = self._agree(key, [(name, entry.arguments) for name, entry in entries.items()])
+        names = self._agree_on_names(key, [(name, entry.arguments) for name, entry in entries.items()])
         if not names:
             return
-        values = self._share(names, entries)
+        values = self._broadcast_values(names, entries)
         for (name, arguments), (value, weight) in zip(names, values, strict=True):
             given = dict(arguments)
             if "batch_size" in given:
@@ -115,10 +115,10 @@ class SharedLogs:
                 given["sync_dist_group"] = self._data_group
             self._module.log(name, value.float(), **given)
 
-    def _note(self, samples: int, given: dict[str, Any]) -> None:
+    def _record(self, samples: int, given: dict[str, Any]) -> None:
         name, value = given["name"], given["value"]
         arguments = {key: each for key, each in given.items() if key not in ("self", "name", "value")}
-        _check(name, value, arguments)
+        _refuse_unsupported_log(name, value, arguments)
         entry = self._entries.setdefault(name, _Entry(arguments, [], []))
         given_weight = arguments.get("batch_size")
         entry.values.append(self._number(value))
@@ -128,7 +128,7 @@ class SharedLogs:
         """In float64, which counts tokens beyond 2^24."""
         return torch.as_tensor(value, dtype=torch.float64, device=self._module.device).detach().squeeze()
 
-    def _agree(self, key: Any, mine: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    def _agree_on_names(self, key: Any, mine: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
         if key not in self._known:
             fault, self._fault = self._fault, None
             sent = [(mine, None if fault is None else f"{type(fault).__name__}: {fault}")]
@@ -147,24 +147,20 @@ class SharedLogs:
             )
         return known
 
-    def _share(self, names: list[tuple[str, dict[str, Any]]], entries: dict[str, _Entry]) -> Tensor:
+    def _broadcast_values(self, names: list[tuple[str, dict[str, Any]]], entries: dict[str, _Entry]) -> Tensor:
         """Broadcast value and weight of each name, shape `(names, 2)`."""
         device = self._module.device
+        shared = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
         if dist.get_rank() == self._source:
-            shared = torch.stack([_reduced(entry) for entry in entries.values()])
-        else:
-            shared = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
+            for row, entry in zip(shared, entries.values(), strict=True):
+                weights = torch.stack(entry.weights)
+                reduce = _REDUCTIONS[entry.arguments.get("reduce_fx", "mean")]
+                row[0], row[1] = reduce(torch.stack(entry.values), weights), weights.sum()
         dist.broadcast(shared, src=self._source, group=self._pipe_group)
         return shared
 
 
-def _reduced(entry: _Entry) -> Tensor:
-    weights = torch.stack(entry.weights)
-    reduce = _REDUCTIONS[entry.arguments.get("reduce_fx", "mean")]
-    return torch.stack([reduce(torch.stack(entry.values), weights), weights.sum()])
-
-
-def _check(name: str, value: Any, arguments: dict[str, Any]) -> None:
+def _refuse_unsupported_log(name: str, value: Any, arguments: dict[str, Any]) -> None:
     if not isinstance(value, (int, float, Tensor)):
         raise PipelineError(
             f"self.log({name!r}, ...) was given a {type(value).__name__}. Only the last stage runs the step, so metric "
@@ -215,11 +211,17 @@ class LastStage:
         trained = self._trained()
         with self._logs.recording(micro.samples), self._chain.computed(micro, outputs), self._own_parameters_only():
             result = step(micro.batch, *micro.arguments)
-        if micro.hook == "training_step":
-            names = zip(self._parameters, trained, self._trained(), strict=True)
-            refuse_changes_in_step(self._module, [name for name, before, after in names if before != after])
-            return _loss(result)
-        return torch.zeros((), device=self._module.device)
+        if micro.hook != "training_step":
+            return torch.zeros((), device=self._module.device)
+        names = zip(self._parameters, trained, self._trained(), strict=True)
+        refuse_changes_in_step(self._module, [name for name, before, after in names if before != after])
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if not isinstance(loss, Tensor):
+            raise PipelineError(
+                f"training_step returned {type(result).__name__} instead of a loss. In a pipeline every micro-batch "
+                "needs one: return the loss, or a dictionary with it as 'loss'."
+            )
+        return loss
 
     def _trained(self) -> list[bool]:
         return [each.requires_grad for each in self._parameters.values()]
@@ -228,7 +230,7 @@ class LastStage:
     def _own_parameters_only(self) -> Iterator[None]:
         """Refuse steps that go through all parameters: the last stage has a part of them.
 
-        Who takes one, as by `next(self.parameters()).device`, may have it: the refusal is to go on.
+        A step may take one, as `next(self.parameters()).device` does: only going on to a second one is refused.
         """
         every = self._module.named_parameters
 
@@ -249,13 +251,3 @@ class LastStage:
             yield
         finally:
             del self._module.named_parameters
-
-
-def _loss(result: Any) -> Tensor:
-    loss = result.get("loss") if isinstance(result, Mapping) else result
-    if not isinstance(loss, Tensor):
-        raise PipelineError(
-            f"training_step returned {type(result).__name__} instead of a loss. In a pipeline every micro-batch needs "
-            "one: return the loss, or a dictionary with it as 'loss'."
-        )
-    return loss

@@ -71,11 +71,7 @@ def _plain(batch: Any) -> Any:
 
 
 def check_divides(samples: int, micro_batches: int, where: str) -> None:
-    """Refuse a training batch that cannot be cut into equal micro-batches.
-
-    Raises:
-        PipelineError: it cannot be cut; the message has the numbers.
-    """
+    """Refuse a training batch that cannot be cut into equal micro-batches."""
     if samples % micro_batches or not samples:
         below = samples - samples % micro_batches
         above = below + micro_batches
@@ -106,9 +102,6 @@ def check_loader(trainer: Trainer, micro_batches: int) -> None:
     """Refuse batch sizes that the number of micro-batches does not divide, if a DataLoader tells them.
 
     The batches of any other loader are checked one by one during training.
-
-    Raises:
-        PipelineError: the batches, or the last one of an epoch, cannot be cut into equal micro-batches.
     """
     trainer.fit_loop.setup_data()  # as when configure_optimizers asks for the number of steps
     loader = trainer.train_dataloader

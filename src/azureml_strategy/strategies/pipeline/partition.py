@@ -19,11 +19,7 @@ class PipelineError(ConfigurationError):
 
 
 def check_method(partition: str) -> None:
-    """Refuse an unknown way of cutting.
-
-    Raises:
-        PipelineError: `partition` is not `parameters`, `uniform` or `type:KIND`.
-    """
+    """Refuse an unknown way of cutting."""
     by_kind = partition.startswith(_BY_KIND) and partition != _BY_KIND
     if partition not in ("parameters", "uniform") and not by_kind:
         raise PipelineError(
@@ -52,7 +48,20 @@ def stage_bounds(parameters: Sequence[int], kinds: Sequence[str], num_stages: in
             f"num_stages={num_stages}, but the chain has {len(parameters)} layers, and each stage needs one. Choose "
             f"num_stages={len(parameters)} or less."
         )
-    bounds = _cut(parameters, kinds, num_stages, partition)
+    from deepspeed.runtime.utils import partition_balanced, partition_uniform
+
+    if partition == "uniform":
+        cut = partition_uniform(len(parameters), num_stages)
+    elif partition == "parameters":
+        cut = partition_balanced(list(parameters), num_stages)
+    else:
+        kind = partition.removeprefix(_BY_KIND)
+        if kind not in kinds:
+            raise PipelineError(
+                f"partition={partition!r}, but the kinds of layers are {', '.join(sorted(set(kinds)))}."
+            )
+        cut = partition_balanced([int(each == kind) for each in kinds], num_stages)
+    bounds = list(map(int, cut))
     held = [sum(parameters[start:stop]) for start, stop in pairwise(bounds)]
     if 0 in held:
         raise PipelineError(
@@ -61,19 +70,6 @@ def stage_bounds(parameters: Sequence[int], kinds: Sequence[str], num_stages: in
             f"{num_stages}, or another partition."
         )
     return bounds
-
-
-def _cut(parameters: Sequence[int], kinds: Sequence[str], num_stages: int, partition: str) -> list[int]:
-    from deepspeed.runtime.utils import partition_balanced, partition_uniform
-
-    if partition == "uniform":
-        return list(map(int, partition_uniform(len(parameters), num_stages)))
-    if partition == "parameters":
-        return list(map(int, partition_balanced(list(parameters), num_stages)))
-    kind = partition.removeprefix(_BY_KIND)
-    if kind not in kinds:
-        raise PipelineError(f"partition={partition!r}, but the kinds of layers are {', '.join(sorted(set(kinds)))}.")
-    return list(map(int, partition_balanced([int(each == kind) for each in kinds], num_stages)))
 
 
 class PipelineLayer(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
@@ -21,19 +21,18 @@ _OF_MODULE = (*_NEVER_CALLED, "backward", "optimizer_zero_grad", "configure_grad
 
 
 def refuse_unsupported(trainer: Trainer, module: LightningModule, precision: str, sync_batchnorm: bool) -> None:
-    """Raise an error for the first thing that the pipeline cannot do.
+    """Refuse what the pipeline cannot do.
 
     Args:
         trainer: the Trainer, which is about to run.
         module: the module that it runs.
         precision: as in `Trainer(precision=...)`.
         sync_batchnorm: as in `Trainer(sync_batchnorm=...)`.
-
-    Raises:
-        PipelineError: there is such a thing; the message says what to do instead.
     """
-    for words in (*_of_run(trainer, precision, sync_batchnorm), *_of_module(module)):
-        raise PipelineError(words)
+    _refuse_run(trainer, precision, sync_batchnorm)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        _refuse_callback(callback)
+    _refuse_module(module)
 
 
 def refuse_stages_of_copies(stages: Sequence[int], precision: str) -> None:
@@ -44,9 +43,6 @@ def refuse_stages_of_copies(stages: Sequence[int], precision: str) -> None:
     Args:
         stages: those that have nothing else.
         precision: as in `Trainer(precision=...)`.
-
-    Raises:
-        PipelineError: there is one, in bfloat16.
     """
     if stages and precision.startswith("bf16"):
         raise PipelineError(
@@ -61,9 +57,6 @@ def refuse_changes(changes: Sequence[str]) -> None:
 
     Args:
         changes: of all ranks, in words; none where a stage trains as it began.
-
-    Raises:
-        PipelineError: there is one.
     """
     if changes:
         raise PipelineError(
@@ -78,9 +71,6 @@ def refuse_changes_in_step(module: nn.Module, changed: Sequence[str]) -> None:
     Args:
         module: whose training_step has run.
         changed: names of those parameters.
-
-    Raises:
-        PipelineError: there is one.
     """
     if changed:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
@@ -96,9 +86,6 @@ def refuse_optimizers_of_stages(faults: Sequence[str]) -> None:
 
     Args:
         faults: the errors of all ranks' configure_optimizers, in words.
-
-    Raises:
-        PipelineError: there is one.
     """
     if faults:
         raise PipelineError(
@@ -108,71 +95,72 @@ def refuse_optimizers_of_stages(faults: Sequence[str]) -> None:
         )
 
 
-def _of_run(trainer: Trainer, precision: str, sync_batchnorm: bool) -> Iterator[str]:
+def _refuse_run(trainer: Trainer, precision: str, sync_batchnorm: bool) -> None:
     if trainer.state.fn == TrainerFn.PREDICTING:
-        yield (
+        raise PipelineError(
             "Trainer.predict would have its predictions on the last stage only. Consolidate a checkpoint and predict "
             "in one process, or with strategy='azureml_ddp'."
         )
     if trainer.accumulate_grad_batches != 1:
-        yield (
+        raise PipelineError(
             f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): a pipeline accumulates over the "
             "micro-batches of a batch. Leave it out, and give larger batches and more micro_batches instead."
         )
     if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-        yield "DeepSpeed clips gradients by their norm only. Leave out gradient_clip_algorithm='value'."
+        raise PipelineError("DeepSpeed clips gradients by their norm only. Leave out gradient_clip_algorithm='value'.")
     if precision.startswith("16"):
-        yield f"Trainer(precision={precision!r}): no float16 in a pipeline. Use 'bf16-mixed' or '32-true'."
+        raise PipelineError(
+            f"Trainer(precision={precision!r}): no float16 in a pipeline. Use 'bf16-mixed' or '32-true'."
+        )
     if sync_batchnorm:
-        yield (
+        raise PipelineError(
             "Trainer(sync_batchnorm=True) would wait for ranks of other stages, which have other layers. Leave it out, "
             "and choose micro-batches that are large enough to normalise over."
         )
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        yield from _of_callback(callback)
-        for hook in _NEVER_CALLED:
-            if is_overridden(hook, callback, Callback):
-                yield _never_called(type(callback).__name__, hook)
 
 
-def _of_callback(callback: Callback) -> Iterator[str]:
+def _refuse_callback(callback: Callback) -> None:
     name = type(callback).__name__
     if isinstance(callback, (WeightAveraging, StochasticWeightAveraging, ModelPruning)):
-        yield (
+        raise PipelineError(
             f"{name} copies or masks a whole module, but in a pipeline each rank has the layers of its stage. Average "
             "in a callback of your own, by the names in `pl_module.named_parameters()`; or use strategy='azureml_ddp', "
             "or 'azureml_model_parallel', which shards parameters too."
         )
     if isinstance(callback, BaseFinetuning):
-        yield (
+        raise PipelineError(
             f"{name} unfreezes layers during the training and gives them to the optimizer, but that of a pipeline was "
             "made of what trained at the start. Freeze layers in __init__ and leave them so; or use "
             "strategy='azureml_ddp', or 'azureml_model_parallel', which shards parameters too."
         )
+    for hook in _NEVER_CALLED:
+        if is_overridden(hook, callback, Callback):
+            raise _never_called(name, hook)
 
 
-def _of_module(module: LightningModule) -> Iterator[str]:
+def _refuse_module(module: LightningModule) -> None:
     name = type(module).__name__
     if not module.automatic_optimization:
-        yield (
+        raise PipelineError(
             f"{name} optimizes manually, but in a pipeline the backward passes belong to the schedule of the stages. "
             "Leave automatic_optimization at True."
         )
     if is_compiled(module):
-        yield (
+        raise PipelineError(
             f"{name} was given to torch.compile as a whole, but runs in parts. Compile the layers where they are made: "
             "`layer.compile()` in the `build` of pipeline_layers()."
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter"):
-        yield f"{name}.training_step takes a dataloader_iter, but a pipeline cuts batches itself. Take a batch instead."
+        raise PipelineError(
+            f"{name}.training_step takes a dataloader_iter, but a pipeline cuts batches itself. Take a batch instead."
+        )
     for hook in _OF_MODULE:
         if is_overridden(hook, module, LightningModule):
-            yield _never_called(name, hook)
+            raise _never_called(name, hook)
 
 
-def _never_called(name: str, hook: str) -> str:
-    return (
+def _never_called(name: str, hook: str) -> PipelineError:
+    return PipelineError(
         f"{name} has its own {hook}(), which a pipeline never calls: the passes of the micro-batches overlap, and "
         "DeepSpeed clips and zeroes the gradients. Use on_after_backward, which comes once after the last micro-batch, "
         "or on_before_optimizer_step; clip with Trainer(gradient_clip_val=...)."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any, Self
@@ -76,7 +76,14 @@ class StageModule(PipelineModule):  # type: ignore[misc] # DeepSpeed has no anno
                 activation_checkpoint_interval=checkpointed_layers,
             )
         self.activation_checkpoint_func = checkpointed(self)
-        self._mark_parameters()
+        # Mark which parameters count towards the gradient norm: each once, tied ones on their first stage. By default,
+        # DeepSpeed counts all parameters of a tied layer only on its first stage. In float32, it also leaves out all
+        # parameters of later stages that have no `model_parallel` mark.
+        tied_before = [comm for comm in self.tied_comms.values() if self.global_rank != min(comm["ranks"])]
+        copies = {id(comm["module"].get_parameter(name)) for comm in tied_before for name in comm["weight_attr"]}
+        for parameter in self.parameters():
+            parameter.ds_pipe_replicated = id(parameter) in copies
+            parameter.model_parallel = id(parameter) not in copies
         for parameter in self.parameters():
             parameter.data = parameter.data.contiguous()  # DeepSpeed sends raw bytes and ignores channels_last
 
@@ -110,23 +117,6 @@ class StageModule(PipelineModule):  # type: ignore[misc] # DeepSpeed has no anno
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = self._bounds
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
-
-    def _mark_parameters(self) -> None:
-        """Mark which parameters count towards the gradient norm: each once, tied ones on their first stage.
-
-        By default, DeepSpeed counts all parameters of a tied layer only on its first stage. In float32, it also leaves
-        out all parameters of later stages that have no `model_parallel` mark.
-        """
-        copies = {id(weight) for weight in self._tied_copies()}
-        for parameter in self.parameters():
-            parameter.ds_pipe_replicated = id(parameter) in copies
-            parameter.model_parallel = id(parameter) not in copies
-
-    def _tied_copies(self) -> Iterator[nn.Parameter]:
-        """Yield this stage's parameters that an earlier stage has too."""
-        for comm in self.tied_comms.values():
-            if self.global_rank != min(comm["ranks"]):
-                yield from (comm["module"].get_parameter(name) for name in comm["weight_attr"])
 
 
 def _taking_gradients(output: torch.Tensor) -> torch.Tensor:

@@ -93,6 +93,10 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     """
 
     leaves_base_out = False  # each layer's own state dict is written
+    _autocasts = False
+    _cut: Cut | None = None
+    _checked_epoch: int | None = None
+    _run: PipelineRun | None = None
 
     def __init__(
         self,
@@ -118,17 +122,12 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         ignored = ignored_beside_config(kwargs)
         if ignored:
             raise PipelineError(f"A pipeline has no {', '.join(ignored)}: those are arguments of ZeRO. Leave them out.")
-        self.num_stages = stages
-        self._chooses_stages = num_stages == "auto"
+        self.num_stages, self._chooses_stages = stages, num_stages == "auto"
         self.micro_batches = micro_batches
         self.partition = partition
         self.activation_checkpointing = activation_checkpointing
         self.zero_stage = zero_stage
-        self._broadcast_buffers = broadcast_buffers
-        self._autocast, self._autocasts = autocast, False
-        self._cut: Cut | None = None
-        self._checked_epoch: int | None = None
-        self._run: PipelineRun | None = None
+        self._autocast, self._broadcast_buffers = autocast, broadcast_buffers
         super().__init__(
             cluster_environment=cluster_environment,
             require_infiniband=require_infiniband,
@@ -340,20 +339,16 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         """Refuse what the stages can no longer train: together in the first step of an epoch, alone in others."""
         assert self._cut is not None
         assert self.lightning_module is not None
+        assert self._starting is not None
         epoch = self.lightning_module.trainer.current_epoch
-        change = self._change()
+        plain = isinstance(self.deepspeed_engine.optimizer, Optimizer)  # trains what requires a gradient, like torch
+        change = None if plain else self._starting.changes()
         if epoch != self._checked_epoch:
             self._checked_epoch = epoch
             self._cut.check_nothing_added()
             refuse_changes([words for words in gather(change) if words])
         elif change:  # the other stages wait for this one, which ends the job
             refuse_changes([change])
-
-    def _change(self) -> str | None:
-        """What this stage can no longer train as it began, in words."""
-        assert self._starting is not None
-        plain = isinstance(self.deepspeed_engine.optimizer, Optimizer)  # trains what requires a gradient, like torch
-        return None if plain else self._starting.changes()
 
     def _layout(self) -> PipelineLayout:
         assert self._cut is not None

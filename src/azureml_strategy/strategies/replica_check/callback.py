@@ -20,8 +20,8 @@ from azureml_strategy.cluster.environ import REPLICA_CHECK_SWITCH
 from azureml_strategy.cluster.isolation import IsolatedCallback, isolated, not_isolated
 from azureml_strategy.control.channel import Channel, lease_channel
 from azureml_strategy.strategies.replica_check.copies import copies_of, equalizes_buffers
-from azureml_strategy.strategies.replica_check.looks import Difference, Look, Told, apart, differences, digests
-from azureml_strategy.strategies.replica_check.sentences import say
+from azureml_strategy.strategies.replica_check.looks import Difference, Look, Report, apart, differences, digests
+from azureml_strategy.strategies.replica_check.sentences import sentence
 from azureml_strategy.strategies.replica_check.updates import UpdateWatch
 
 log = logging.getLogger(__name__)
@@ -36,8 +36,8 @@ _PACE = 16
 _BEFORE_SAVE = 128
 # So many different ranks are asked for names at most.
 _MOST_GROUPS = 8
-# Where each rank sees other parameters, so many ranks may tell of those that do not train.
-_MOST_SPEAKERS = 4
+# Where each rank sees other parameters, so many ranks may warn of those that do not train.
+_MOST_WARNING_RANKS = 4
 _ANSWER_SECONDS = 10.0
 # How long rank 0 waits at the end for ranks that come a moment later.
 _LAST_SECONDS, _PAUSE_SECONDS = 5.0, 0.005
@@ -77,11 +77,11 @@ class ReplicaCheck(IsolatedCallback):
         self._first_step = self._last_step = -1
         self._due = 0  # the step after which the ranks look next
         self._saved = self._ended_epoch = False
-        self._told_values: list[tuple[int, Told]] = []  # of the last looks, with the batches before them
-        self._untold: list[Look] = []
-        self._awaited: list[str] = []
-        self._told: list[str] = []
-        self._said: set[str] = set()
+        self._last_values: list[tuple[int, Report]] = []  # of the last looks, with the batches before them
+        self._unreported: list[Look] = []
+        self._uncompared: list[str] = []  # names of looks that rank 0 has still to compare
+        self._reported: list[str] = []  # keys in the store
+        self._warned_of: set[str] = set()  # kinds of differences
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -127,11 +127,11 @@ class ReplicaCheck(IsolatedCallback):
             self._notice_step(trainer, self._watch, at_end=True)
         self._look(trainer, "end")
         if self._channel is not None:
-            self._tell(trainer, self._channel, wait=True)
+            self._send_reports(trainer, self._channel, wait=True)
             until = time.monotonic() + _LAST_SECONDS
-            while self._awaited and time.monotonic() < until:
+            while self._uncompared and time.monotonic() < until:
                 self._compare(trainer, self._channel)
-                time.sleep(_PAUSE_SECONDS if self._awaited else 0)
+                time.sleep(_PAUSE_SECONDS if self._uncompared else 0)
         self._release()
 
     @override
@@ -161,14 +161,14 @@ class ReplicaCheck(IsolatedCallback):
         if self._batches >= self._next_reading and self._is_due(trainer.global_step):
             self._look(trainer, "step")
         if self._channel is not None:
-            self._tell(trainer, self._channel, wait=False)
-            if self._awaited and self._batches >= self._next_comparison:  # other ranks may be a step behind
+            self._send_reports(trainer, self._channel, wait=False)
+            if self._uncompared and self._batches >= self._next_comparison:  # other ranks may be a step behind
                 self._compare(trainer, self._channel)
                 self._next_comparison = 2 * self._batches - self._last_batch
         visits = [self._next_reading]
-        if self._awaited:
+        if self._uncompared:
             visits.append(self._next_comparison)
-        if self._untold or (self._watch is not None and self._watch.has_news):
+        if self._unreported or (self._watch is not None and self._watch.has_news):
             visits.append(self._batches + 1)
         self._next_visit = min(visits)
 
@@ -177,12 +177,12 @@ class ReplicaCheck(IsolatedCallback):
         sentences = watch.verdict(at_end)
         channel, rank = self._channel, trainer.global_rank
         if not sentences or channel is None or not isinstance(trainer.strategy, DeepSpeedStrategy):
-            self._say(trainer, sentences)
+            self._warn(trainer, sentences)
         elif channel.call(partial(_claim, name=f"{self._name}/speakers", rank=rank), _ANSWER_SECONDS):
             for each in sentences:
                 log.warning("%s So says rank %d of what it keeps. If it is meant, set %s=off.", each, rank, self.switch)
 
-    def _say(self, trainer: Trainer, sentences: list[str]) -> None:
+    def _warn(self, trainer: Trainer, sentences: list[str]) -> None:
         for each in sentences:
             if trainer.is_global_zero:
                 log.warning("%s If it is meant, set %s=off.", each, self.switch)
@@ -207,47 +207,47 @@ class ReplicaCheck(IsolatedCallback):
         self._last_step, self._last_batch = step, self._batches
         self._next_visit, self._next_comparison = 0, self._batches + 1
         # Pairs of looks read the same elements, so that a buffer can be seen to stay as it is.
-        self._untold.append(Look(name, copies_of(trainer), step // (2 * _EVERY), self._batches))
+        self._unreported.append(Look(name, copies_of(trainer), step // (2 * _EVERY), self._batches))
 
-    def _tell(self, trainer: Trainer, channel: Channel, wait: bool) -> None:
+    def _send_reports(self, trainer: Trainer, channel: Channel, wait: bool) -> None:
         """Leave in the store what the device has finished."""
-        while self._untold and (wait or self._untold[0].is_ready()):
-            look = self._untold.pop(0)
-            before = [values for batches, values in self._told_values if batches < look.batches]
-            values, told = look.told(before[-1] if before else None, equalizes_buffers(trainer.strategy))
-            self._told_values = [*self._told_values[-1:], (look.batches, values)]
+        while self._unreported and (wait or self._unreported[0].is_ready()):
+            look = self._unreported.pop(0)
+            before = [values for batches, values in self._last_values if batches < look.batches]
+            values, report = look.report(before[-1] if before else None, equalizes_buffers(trainer.strategy))
+            self._last_values = [*self._last_values[-1:], (look.batches, values)]
             own = f"{look.name}/{trainer.global_rank}"
-            self._told.append(own)
-            old = self._told.pop(0) if len(self._told) > 4 else None
-            channel.call(partial(_send, key=own, told=told, old=old), _ANSWER_SECONDS)
+            self._reported.append(own)
+            old = self._reported.pop(0) if len(self._reported) > 4 else None
+            channel.call(partial(_send, key=own, report=report, old=old), _ANSWER_SECONDS)
             if trainer.is_global_zero:
-                self._awaited = [*self._awaited[-3:], look.name]
+                self._uncompared = [*self._uncompared[-3:], look.name]
 
     def _compare(self, trainer: Trainer, channel: Channel) -> None:
-        """Compare the looks that all ranks have told of; on rank 0."""
-        for name in list(self._awaited):
+        """Compare the looks that all ranks have reported; on rank 0."""
+        for name in list(self._uncompared):
             keys = [f"{name}/{rank}" for rank in range(trainer.world_size)]
             found = channel.call(partial(_all_or_none, keys=keys), _ANSWER_SECONDS)
             if found is None:
                 continue
-            self._awaited.remove(name)
+            self._uncompared.remove(name)
             for holders, groups in apart(dict(enumerate(found))).items():
                 asked = [group[0] for group in groups[:_MOST_GROUPS]]
                 of_asked = [f"{name}/{rank}/all" for rank in asked]
                 texts = channel.call(partial(_all_or_none, keys=of_asked), _ANSWER_SECONDS)
-                told = {rank: json.loads(text)[holders] for rank, text in zip(asked, texts or [], strict=False)}
-                self._name_differences(trainer, differences(groups, told))
+                reports = {rank: json.loads(text)[holders] for rank, text in zip(asked, texts or [], strict=False)}
+                self._warn_of_differences(trainer, differences(groups, reports))
 
-    def _name_differences(self, trainer: Trainer, found: list[Difference]) -> None:
+    def _warn_of_differences(self, trainer: Trainer, found: list[Difference]) -> None:
         for each in found:
-            if each.kind not in self._said:
-                self._said.add(each.kind)
-                self._say(trainer, [say(each, self._last_step)])
+            if each.kind not in self._warned_of:
+                self._warned_of.add(each.kind)
+                self._warn(trainer, [sentence(each, self._last_step)])
 
 
-def _send(store: Any, key: str, told: Told, old: str | None) -> None:
-    store.set(f"{key}/all", json.dumps(told))
-    store.set(key, digests(told))
+def _send(store: Any, key: str, report: Report, old: str | None) -> None:
+    store.set(f"{key}/all", json.dumps(report))
+    store.set(key, digests(report))
     if old is not None:
         store.delete_key(old)
         store.delete_key(f"{old}/all")
@@ -260,7 +260,7 @@ def _all_or_none(store: Any, keys: list[str]) -> list[str] | None:
 def _claim(store: Any, name: str, rank: int) -> bool:
     """Whether this rank is among the first that ask. Asking again changes nothing."""
     own = str(rank).encode()
-    return any(store.compare_set(f"{name}/{place}", "", str(rank)) == own for place in range(_MOST_SPEAKERS))
+    return any(store.compare_set(f"{name}/{place}", "", str(rank)) == own for place in range(_MOST_WARNING_RANKS))
 
 
 def _nothing_to_give() -> None:

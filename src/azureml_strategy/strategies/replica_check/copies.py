@@ -102,16 +102,13 @@ def _of_optimizers(trainer: Trainer) -> Iterator[Copy]:
             for key, value in group.items():
                 if key != "params" and (isinstance(value, Tensor) or _is_numbers(value)):
                     yield Copy(OPTIMIZER, f"{key} of group {index} of optimizer {number}", holders, value)
-        if not isinstance(trainer.strategy, SharesCopies) or trainer.strategy.copies == ALL_RANKS:
-            yield from _counters(optimizer, number, holders)
-
-
-def _counters(optimizer: Any, number: int, holders: str) -> Iterator[Copy]:
-    """How often the optimizer has stepped. Its other states follow from gradients, and so do the parameters."""
-    steps = [state["step"] for state in optimizer.state.values() if isinstance(state, dict) and "step" in state]
-    tensors = [each for each in steps if isinstance(each, Tensor)]
-    if steps and all(each.is_cpu for each in tensors):
-        yield Copy(OPTIMIZER, f"steps of optimizer {number}", holders, sorted(set(map(float, steps))))
+        if isinstance(trainer.strategy, SharesCopies) and trainer.strategy.copies != ALL_RANKS:
+            continue
+        # How often it has stepped. Its other states follow from gradients, and so do the parameters.
+        states = [state for state in optimizer.state.values() if isinstance(state, dict) and "step" in state]
+        steps = [state["step"] for state in states]
+        if steps and all(each.is_cpu for each in steps if isinstance(each, Tensor)):
+            yield Copy(OPTIMIZER, f"steps of optimizer {number}", holders, sorted(set(map(float, steps))))
 
 
 def _of_schedulers(trainer: Trainer) -> Iterator[Copy]:

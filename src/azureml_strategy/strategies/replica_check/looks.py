@@ -1,4 +1,4 @@
-"""One look at what a rank has: taken without waiting for the device, told to rank 0 as text."""
+"""One look at what a rank has: taken without waiting for the device, reported to rank 0 as text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from azureml_strategy.strategies.replica_check.copies import BUFFER, Copy
 from azureml_strategy.strategies.replica_check.fingerprints import Fingerprints
 
-# What a buffer is told as that the training has just changed, and the strategy makes equal before it is used.
+# Stands for the value of a buffer that the training has just changed, and the strategy makes equal before it is used.
 _CHANGING = "changing"
-# With more names, neighbours are told as one, so that what each rank tells stays small.
+# With more names, neighbours are reported as one, so that the report of each rank stays small.
 _MOST_NAMES = 512
 # holders: values by kind and name
-Told = dict[str, dict[str, str]]
+Report = dict[str, dict[str, str]]
 
 
 class Look:
@@ -38,24 +38,24 @@ class Look:
         """Whether its values can be read without waiting."""
         return self._prints.are_ready()
 
-    def told(self, before: Told | None, changing: bool) -> tuple[Told, Told]:
-        """Return all values; and as they are told, see `_CHANGING`.
+    def report(self, before: Report | None, changing: bool) -> tuple[Report, Report]:
+        """Return all values; and what is reported of them, see `_CHANGING`.
 
         Args:
             before: all values of a look before further training; None at the first.
             changing: whether buffers may differ after a step that changes them.
         """
         prints = iter(self._prints.values())
-        values: Told = {}
-        told: Told = {}
+        values: Report = {}
+        reported: Report = {}
         for each in self._copies:
             value = f"{next(prints) & (1 << 64) - 1:016x}" if isinstance(each.value, Tensor) else repr(each.value)
             key = f"{each.kind} {each.name}"
             values.setdefault(each.holders, {})[key] = value
             moved = before is not None and before.get(each.holders, {}).get(key) != value
             hidden = changing and each.kind == BUFFER and moved
-            told.setdefault(each.holders, {})[key] = _CHANGING if hidden else value
-        return values, {holders: _folded(of_holders) for holders, of_holders in told.items()}
+            reported.setdefault(each.holders, {})[key] = _CHANGING if hidden else value
+        return values, {holders: _folded(of_holders) for holders, of_holders in reported.items()}
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Difference:
     Attributes:
         kind: of the value.
         names: of the values that differ.
-        ranks: groups of ranks; those of a group have told the same.
+        ranks: groups of ranks; those of a group have reported the same.
     """
 
     kind: str
@@ -73,13 +73,13 @@ class Difference:
     ranks: list[list[int]]
 
 
-def digests(told: Told) -> str:
+def digests(report: Report) -> str:
     """Return one hash for each of the holders, which rank 0 compares first."""
-    return json.dumps({holders: _digest(values) for holders, values in told.items()})
+    return json.dumps({holders: _digest(values) for holders, values in report.items()})
 
 
 def apart(digests_of: Mapping[int, str]) -> dict[str, list[list[int]]]:
-    """Find holders whose ranks have told different digests, and the ranks that have told the same."""
+    """Find holders whose ranks have reported different digests, and the ranks that have reported the same."""
     groups: dict[str, dict[str, list[int]]] = {}
     for rank, text in sorted(digests_of.items()):
         for holders, digest in json.loads(text).items():
@@ -87,19 +87,19 @@ def apart(digests_of: Mapping[int, str]) -> dict[str, list[list[int]]]:
     return {holders: list(each.values()) for holders, each in groups.items() if len(each) > 1}
 
 
-def differences(groups: Sequence[list[int]], told: Mapping[int, Mapping[str, str]]) -> list[Difference]:
+def differences(groups: Sequence[list[int]], reports: Mapping[int, Mapping[str, str]]) -> list[Difference]:
     """Name what differs among ranks with the same holders.
 
     Args:
-        groups: ranks that have told the same.
-        told: what the first rank of each group has told, by kind and name; some groups may be missing.
+        groups: ranks that have reported the same.
+        reports: what the first rank of each group has reported, by kind and name; some groups may be missing.
     """
     found: dict[tuple[str, tuple[tuple[int, ...], ...]], list[str]] = {}
-    known = [group for group in groups if group[0] in told]
-    for key in dict.fromkeys(key for group in known for key in told[group[0]]):
+    known = [group for group in groups if group[0] in reports]
+    for key in dict.fromkeys(key for group in known for key in reports[group[0]]):
         by_value: dict[str, list[int]] = {}
         for group in known:
-            value = told[group[0]].get(key, _CHANGING)
+            value = reports[group[0]].get(key, _CHANGING)
             if value != _CHANGING:
                 by_value.setdefault(value, []).extend(group)
         if len(by_value) > 1:

@@ -1,4 +1,4 @@
-"""What is said of ranks that have come apart."""
+"""Warnings of ranks that have come apart."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _CAUSES = {
 }
 
 
-def say(difference: Difference, step: int) -> str:
-    """Say which ranks differ in what, why that is likely, and what to do.
+def sentence(difference: Difference, step: int) -> str:
+    """Return a warning of which ranks differ in what, why that is likely, and what to do.
 
     Args:
         difference: what was found.

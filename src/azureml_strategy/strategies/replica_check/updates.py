@@ -19,9 +19,9 @@ from azureml_strategy.strategies.replica_check.transfers import Transfer
 
 # Steps are observed at powers of two, up to this one.
 _LAST_STEP = 1024
-# After how many of them something is said, beside the end of training.
-_TOLD_AFTER = (8, 64, 512, _LAST_STEP)
-# If no parameter at all has changed, so many are awaited: a module may accumulate by itself.
+# Warnings are given after these steps, and at the end of training.
+_WARNED_AFTER = (8, 64, 512, _LAST_STEP)
+# If no parameter at all has changed, a warning waits for so many steps: a module may accumulate by itself.
 _STEPS_OF_ALL = 64
 # Gradients so much smaller than the largest are rounding: a bias before a normalisation has no other.
 _NEGLIGIBLE = 1e-4
@@ -73,13 +73,13 @@ class _Trained(NamedTuple):
 
 
 @dataclass
-class _Seen:
-    """What is known of a parameter that an optimizer has.
+class _History:
+    """What the observed steps have shown of a parameter that an optimizer has.
 
     Attributes:
         optimizer: the class of its optimizer.
         type: of the values that the optimizer changes.
-        pushed: observed steps in which it had a gradient worth the name, while others were changed.
+        pushed: observed steps in which its gradient was more than rounding.
         changed: whether it has ever changed.
         has_gradient: whether it has ever had any, of whatever size.
     """
@@ -152,25 +152,16 @@ class _Step:
         return _Outcome(parameters, Transfer([rows.found() for rows in self._rows]))
 
 
-class _Outcome:
-    """What a step has done, when the device has come so far.
+class _Outcome(NamedTuple):
+    """What a step has done, which can be read when the device has come so far.
 
-    Args:
+    Attributes:
         parameters: ids of those that were observed.
-        found: largest gradients, and whether they have changed, for some parameters after others.
+        found: pairs of the largest gradients, and whether the values have changed, for some parameters after others.
     """
 
-    def __init__(self, parameters: list[int], found: Transfer) -> None:
-        self.parameters, self._found = parameters, found
-
-    def is_ready(self) -> bool:
-        """Whether it can be read without waiting."""
-        return self._found.is_ready()
-
-    def values(self) -> tuple[list[float], list[bool]]:
-        """The largest gradient of each parameter, and whether it has changed."""
-        pairs = self._found.values()
-        return [each for largest, _ in pairs for each in largest], [bool(each) for _, some in pairs for each in some]
+    parameters: list[int]
+    found: Transfer
 
 
 class UpdateWatch:
@@ -189,14 +180,14 @@ class UpdateWatch:
     def __init__(self, trainer: Trainer) -> None:
         self.has_news = False
         self._trainer = trainer
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _History] = {}
         self._under_way: list[_Step] = []
         self._outcomes: list[_Outcome] = []
         self._rates: dict[int, float] = {}
         self._rising: dict[int, bool] = {}
-        self._said_at = self._observed = 0
+        self._judged_at = self._observed = 0
         self._stepped: dict[int, int] = {}
-        self._said: set[str] = set()
+        self._warned_of: set[str] = set()
         self._had_gradient: set[int] = set()  # ids of parameters
         self._settled: dict[int, int] = {}  # how many parameters an optimizer had when all of them had changed
         self._largest = 0.0  # of all gradients that were observed
@@ -224,7 +215,7 @@ class UpdateWatch:
         """
         number = self._stepped[id(optimizer)]
         self._observed = max(self._observed, number)
-        if number in (1, *_TOLD_AFTER):
+        if number in (1, *_WARNED_AFTER):
             # Some engines clear all gradients after a step, also those that no optimizer uses.
             whole = self._trainer.lightning_module.parameters()
             self._had_gradient.update(id(each) for each in whole if each.grad is not None)
@@ -234,27 +225,29 @@ class UpdateWatch:
 
     def after_batch(self) -> None:
         """See what has changed, as far as the device has come."""
-        if self._under_way:
-            self._end_steps()
+        steps, self._under_way = self._under_way, []
+        with torch.no_grad():
+            outcomes = [each.end(self._skipped()) for each in steps]
+        self._outcomes += [outcome for outcome in outcomes if outcome is not None]
         if self._outcomes:
             self._count_outcomes(wait=False)
         self.has_news = bool(self._outcomes)
 
     def verdict(self, at_end: bool) -> list[str]:
-        """Say what does not train, once.
+        """Return a warning of each thing that does not train, once.
 
         Args:
             at_end: whether no further step follows.
         """
-        if not at_end and (self._observed == self._said_at or self._observed not in _TOLD_AFTER or self._outcomes):
+        if not at_end and (self._observed == self._judged_at or self._observed not in _WARNED_AFTER or self._outcomes):
             return []
-        self._said_at = self._observed
+        self._judged_at = self._observed
         self._count_outcomes(wait=True)
         found = [] if any(self._rising.values()) else [*self._unchanged(at_end)]
         found += [*self._in_no_optimizer(), *self._not_of_module()]
-        said = [text for key, text in found if key not in self._said]
-        self._said |= {key for key, _ in found}
-        return said
+        new = [text for key, text in found if key not in self._warned_of]
+        self._warned_of |= {key for key, _ in found}
+        return new
 
     @torch.no_grad()
     def _observe(self, optimizer: Optimizer) -> None:
@@ -264,7 +257,7 @@ class UpdateWatch:
             key = id(trained.parameter)
             seen = self._seen.get(key)
             if seen is None:
-                seen = self._seen[key] = _Seen(type(optimizer), trained.values().dtype)
+                seen = self._seen[key] = _History(type(optimizer), trained.values().dtype)
             if seen.changed:
                 continue
             settled = False
@@ -312,16 +305,12 @@ class UpdateWatch:
         """How many steps DeepSpeed has left out because gradients were infinite on some rank."""
         return int(getattr(self._trainer.model, "skipped_steps", 0))
 
-    @torch.no_grad()
-    def _end_steps(self) -> None:
-        steps, self._under_way = self._under_way, []
-        outcomes = [each.end(self._skipped()) for each in steps]
-        self._outcomes += [outcome for outcome in outcomes if outcome is not None]
-
     def _count_outcomes(self, wait: bool) -> None:
-        while self._outcomes and (wait or self._outcomes[0].is_ready()):
+        while self._outcomes and (wait or self._outcomes[0].found.is_ready()):
             outcome = self._outcomes.pop(0)
-            largest, changed = outcome.values()
+            pairs = outcome.found.values()
+            largest = [each for gradients, _ in pairs for each in gradients]
+            changed = [bool(each) for _, changes in pairs for each in changes]
             if all(each < float("inf") for each in largest):  # neither infinite nor NaN
                 self._count(outcome.parameters, largest, changed)
 
@@ -345,7 +334,8 @@ class UpdateWatch:
             return
         small = [(name, each) for name, each in still if self._seen[id(each)].type in (torch.bfloat16, torch.float16)]
         # Other optimizers may keep what is rounded off, or weights in float32, and give it back after some steps.
-        lost = [(name, each) for name, each in small if _is_of_torch(self._seen[id(each)].optimizer)]
+        torch_only = "torch.optim."
+        lost = [each for each in small if self._seen[id(each[1])].optimizer.step.__module__.startswith(torch_only)]
         if lost and not none:
             yield (
                 "rounded",
@@ -359,7 +349,8 @@ class UpdateWatch:
         ids = {id(p) for each in self._trainer.optimizers for group in each.param_groups for p in group["params"]}
         had = self._had_gradient - ids
         named = self._named() if had else {}
-        left = [named[key] for key in named if key in had and _could_train(named[key][1])]
+        left = [(name, each) for key, (name, each) in named.items() if key in had and each.requires_grad]
+        left = [(name, each) for name, each in left if not is_of_zero(each)]  # which are trained as slices
         # With manual optimization, a module may step an optimizer that Lightning does not know.
         if left and (ids or self._seen) and self._trainer.lightning_module.automatic_optimization:
             yield "no optimizer", _IN_NO_OPTIMIZER.format(names=_listed(left))
@@ -387,11 +378,6 @@ def _slices_of(parameters: Sequence[nn.Parameter], rates: Sequence[float | None]
             yield _Trained(each, values.detach, part.read, rate, part.scale, is_part=True)
 
 
-def _could_train(parameter: nn.Parameter) -> bool:
-    """Whether a parameter that is in no group of an optimizer is not trained as a slice of one, but ought to be."""
-    return parameter.requires_grad and not is_of_zero(parameter)
-
-
 def _count(optimizer: Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
@@ -399,10 +385,6 @@ def _count(optimizer: Optimizer) -> int:
 def _rows(tensors: Sequence[Tensor]) -> Tensor:
     """Flatten tensors of one shape into the rows of a matrix; a view of a single one."""
     return tensors[0].reshape(1, -1) if len(tensors) == 1 else torch.stack(list(tensors)).flatten(1)
-
-
-def _is_of_torch(optimizer: type[Optimizer]) -> bool:
-    return optimizer.step.__module__.startswith("torch.optim.")
 
 
 def _local(tensor: Tensor) -> Tensor:

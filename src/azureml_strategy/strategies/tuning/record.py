@@ -60,7 +60,7 @@ class Conditions:
         devices: Sequence[str] | None = None,
         precision: str | None = None,
     ) -> Conditions:
-        """Those of a module on a process group, before its first batch.
+        """Return the conditions of a module on a process group, before its first batch.
 
         Args:
             module: what is trained.
@@ -81,7 +81,7 @@ class Conditions:
         return Conditions(model, world_size, num_nodes, backend, version, counted, precision)
 
     def differences(self, here: Conditions) -> list[str]:
-        """In which points others differ from these, where both are known."""
+        """List the conditions that differ, of those that both know."""
         measured, present = asdict(self), asdict(here)
         return [
             f"{name} {measured[name]}, and here {present[name]}"
@@ -112,7 +112,7 @@ def describe_batch(arguments: Any) -> str | None:
 
 
 def samples_of(batch: str | None) -> str | None:
-    """A batch that `describe_batch` has told, without sizes beyond the first: sequences differ in length by chance."""
+    """Leave only the first size of each tensor in what `describe_batch` returned: sequences differ in length."""
     return None if batch is None else re.sub(r"\[(\d+)[^]]*\]", r"[\1]", batch)
 
 
@@ -191,27 +191,23 @@ def tuning_of(
     steps: int = 0,
 ) -> Tuning:
     """A result, with its measurements in plain numbers."""
-    trials = trials or Trials()
-    rows = sorted((_row(settings, seconds) for settings, seconds in trials.seconds.items()), key=_median)
+    trials, rows = trials or Trials(), list[dict[str, Any]]()
+    for settings, seconds in trials.seconds.items():
+        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
+        rows.append(
+            {
+                "settings": settings.words(),
+                "accuracy_cost": settings.accuracy_cost,
+                "steps": len(seconds),
+                "median_s": median,
+                "low_s": low,
+                "high_s": high,
+            }
+        )
+    rows.sort(key=lambda row: float(row["median_s"]))
     measured = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     pairs = tuple(trials.pairs)
     return Tuning(conditions, request, pick, why, tuple(rows), tuple(alone_s), pairs, steps, measured)
-
-
-def _row(settings: Settings, seconds: list[float]) -> dict[str, Any]:
-    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
-    return {
-        "settings": settings.words(),
-        "accuracy_cost": settings.accuracy_cost,
-        "steps": len(seconds),
-        "median_s": median,
-        "low_s": low,
-        "high_s": high,
-    }
-
-
-def _median(row: dict[str, Any]) -> float:
-    return float(row["median_s"])
 
 
 def write_tuning(path: Path, tuning: Tuning) -> None:
@@ -258,11 +254,7 @@ def read_tuning(path: Path) -> Tuning:
 
 
 def refuse_other_conditions(path: Path, tuning: Tuning, here: Conditions) -> None:
-    """Refuse a file that was measured for something else.
-
-    Raises:
-        ConfigurationError: naming what differs.
-    """
+    """Refuse a file that was measured for something else."""
     differing = tuning.conditions.differences(here)
     if differing:
         raise ConfigurationError(

@@ -144,7 +144,10 @@ class Search:
     def _wins(self, pick: Settings) -> bool:
         """Run pick and default in turns, and say whether the pick is faster beyond chance."""
         pairs = self.trials.pairs
-        while len(pairs) < _PAIRS and not self._is_decided():
+        while len(pairs) < _PAIRS:
+            lost = sum(picked >= default for default, picked in pairs)
+            if lost > 1 or (lost == 0 and len(pairs) == _WINS_IN_A_ROW):
+                break  # decided
             order = [self._default, pick] if len(pairs) % 2 == 0 else [pick, self._default]
             measured = {each: statistics.median(self._try(each)) for each in order}
             pairs.append((measured[self._default], measured[pick]))
@@ -158,10 +161,6 @@ class Search:
             self.why = f"it won {won} of {len(pairs)} pairs with the default, {1 + gain:.2f} times as fast"
             return True
         return False
-
-    def _is_decided(self) -> bool:
-        lost = sum(picked >= default for default, picked in self.trials.pairs)
-        return lost > 1 or (lost == 0 and len(self.trials.pairs) == _WINS_IN_A_ROW)
 
     def _most_trials(self) -> int:
         """The number of trials before the pairs, if each property has all its choices."""

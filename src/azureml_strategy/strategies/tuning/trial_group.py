@@ -14,7 +14,7 @@ from azureml_strategy.control.channel import within
 from azureml_strategy.control.gather import Exchange, GroupExchange, StoreExchange, open_shared_store
 
 Value = TypeVar("Value")
-# Between two looks at whether a trial has failed on another rank, in seconds. NCCL alone needs to be told.
+# Seconds between two looks at whether a trial has failed on another rank, which only NCCL needs.
 _LOOK_S = 0.5
 # An abort waits for nobody.
 _ABORT_S = 10.0
@@ -48,7 +48,7 @@ class TrialGroup:
         self._is_nccl = dist.get_backend() == "nccl"
         self.group: dist.ProcessGroup | None = dist.new_group()
         if self._store is not None and self._is_nccl:
-            self._store.channel.every(_LOOK_S, self._look)
+            self._store.channel.every(_LOOK_S, self._abort_if_failed)
 
     def together(self, trial: Callable[[], Value], forget: Callable[[], None]) -> list[Value]:
         """Run a trial on all ranks.
@@ -65,19 +65,27 @@ class TrialGroup:
             RuntimeError: it failed here, and the other ranks are elsewhere.
         """
         found, fault = _attempt(trial)
+        results: list[tuple[Value, str | None]] | None
         if fault is None:
-            told = self._exchange.gather((found, None))
+            results = self._exchange.gather((found, None))
         else:
-            told = self._tell(self._leave(f"({fault}) on rank {self._rank}", forget))
-        faults = [each for _, each in told if each is not None]
+            first = self._leave(f"({fault}) on rank {self._rank}", forget)
+            results = within(_OTHERS_S, lambda: self._exchange.gather((None, first)))
+            if results is None:
+                raise RuntimeError(
+                    f"A trial of tune=True has failed {first}, and another rank waits for this one in a collective of "
+                    "the script's own, such as an all_reduce in training_step. Train with tune=False, or give `tuned` "
+                    "a file that was measured where it does not fail."
+                )
+        faults = [each for _, each in results if each is not None]
         if faults:
             raise TrialError(self._leave(faults[0], forget))
-        return [value for value, _ in told]
+        return [value for value, _ in results]
 
     def close(self) -> None:
         """End the group; a collective unless a trial has failed."""
         if self._store is not None and self._is_nccl:
-            self._store.channel.no_more(self._look)
+            self._store.channel.no_more(self._abort_if_failed)
         group, self.group = self.group, None
         if group is not None:
             dist.destroy_process_group(group)
@@ -99,25 +107,15 @@ class TrialGroup:
             gc.collect()  # gloo's connections close with the last reference, and DDP refers to itself
         return first
 
-    def _tell(self, fault: str) -> list[tuple[Value, str | None]]:
-        told = within(_OTHERS_S, lambda: self._exchange.gather((None, fault)))
-        if told is None:
-            raise RuntimeError(
-                f"A trial of tune=True has failed {fault}, and another rank waits for this one in a collective of the "
-                "script's own, such as an all_reduce in training_step. Train with tune=False, or give `tuned` a file "
-                "that was measured where it does not fail."
-            )
-        return told
-
-    def _look(self) -> None:
-        """On the channel's thread: see whether a trial has failed on another rank."""
+    def _abort_if_failed(self) -> None:
+        """On the channel's thread: end NCCL's collectives if a trial has failed on another rank."""
         group = self.group
         if self._store is not None and group is not None and self._store.get("fault") is not None:
             within(_ABORT_S, group.abort)
 
 
 def _attempt(trial: Callable[[], Value]) -> tuple[Value | None, str | None]:
-    """What a trial returned, or why it failed. No frame of it stays, which would hold on to tensors and the group."""
+    """Return what a trial returned, or why it failed. None of its frames stays: it would hold tensors and the group."""
     try:
         return trial(), None
     except Exception as error:  # whatever a user's module does, the other ranks must not wait for this one

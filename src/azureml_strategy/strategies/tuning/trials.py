@@ -72,8 +72,13 @@ class TrialBench:
         drawn = random_state()
         gradients = [each.grad for each in self._module.parameters()]
         self._trials = TrialGroup(self._module.global_rank, self._module.trainer.world_size)
+
+        def make_copy() -> None:
+            self._copy = _copied(self._module, self._group)
+            copy.deepcopy(self._given)
+
         try:
-            self._together(self._make_copy, "the module or the batch cannot be copied")
+            self._together(make_copy, "the module or the batch cannot be copied")
             yield
         finally:
             self._forget()
@@ -92,12 +97,12 @@ class TrialBench:
             RefusalError: a step fails on some rank, or nothing is trained by this batch.
         """
         what = "a trial without communication has failed"
-        told = self._together(self._tried, what)
-        if not all(has_loss for has_loss, _ in told):
+        results = self._together(self._try_step, what)
+        if not all(has_loss for has_loss, _ in results):
             raise RefusalError("training_step returned no loss for this batch")
-        if not all(trains for _, trains in told):
+        if not all(trains for _, trains in results):
             raise RefusalError("a copy of the module does not train its own parameters")
-        return [min(seconds) for seconds in self._together(lambda: self._alone(steps), what)]
+        return [min(seconds) for seconds in self._together(lambda: self._time_alone(steps), what)]
 
     def measure(self, settings: Settings, steps: int) -> Sequence[float]:
         """Seconds of each step, by the slowest rank; the same on all ranks.
@@ -109,8 +114,8 @@ class TrialBench:
         Raises:
             RefusalError: a step fails on some rank.
         """
-        told = self._together(lambda: self._measured(settings, steps), f"a trial with {settings.words()} has failed")
-        return [max(each) for each in zip(*told, strict=True)]
+        what = f"a trial with {settings.words()} has failed"
+        return [max(each) for each in zip(*self._together(lambda: self._time(settings, steps), what), strict=True)]
 
     def _together(self, trial: Callable[[], Value], what: str) -> list[Value]:
         """What a trial returns on each rank."""
@@ -124,10 +129,6 @@ class TrialBench:
         self._copy = None
         _free()
 
-    def _make_copy(self) -> None:
-        self._copy = _copied(self._module, self._group)
-        copy.deepcopy(self._given)
-
     @property
     def _the_copy(self) -> LightningModule:
         assert self._copy is not None
@@ -139,8 +140,8 @@ class TrialBench:
         assert self._trials.group is not None
         return self._trials.group
 
-    def _tried(self) -> tuple[bool, bool]:
-        """Whether there is a loss, and whether its backward pass trains the copy.
+    def _try_step(self) -> tuple[bool, bool]:
+        """Return whether there is a loss, and whether its backward pass trains the copy.
 
         A rank on which there is none takes no step, for which the others would wait: so all must know it before.
         """
@@ -153,16 +154,16 @@ class TrialBench:
         _release(ddp)
         return loss is not None, any(each.grad is not None for each in self._the_copy.parameters())
 
-    def _alone(self, steps: int) -> list[float]:
-        """Seconds of this rank's steps without communication."""
+    def _time_alone(self, steps: int) -> list[float]:
+        """Return the seconds of this rank's steps without communication."""
         ddp = self._wrap(self._the_copy, Settings(), self._group)
         with ddp.no_sync():
             seconds = [self._step(ddp) for _ in range(steps)]
         _release(ddp)
         return seconds
 
-    def _measured(self, settings: Settings, steps: int) -> list[float]:
-        """Seconds of this rank's steps, without the warm-up."""
+    def _time(self, settings: Settings, steps: int) -> list[float]:
+        """Return the seconds of this rank's steps, without the warm-up."""
         exact = POWERSGD_EXACT_STEPS if settings.gradient_compression == "powersgd" else 0
         warmup = max(_WARMUP_STEPS, exact + 1)
         ddp = self._wrap(self._the_copy, settings, self._group)
@@ -190,19 +191,19 @@ class TrialBench:
 
 def _copied(module: LightningModule, group: ProcessGroup) -> LightningModule:
     """A copy whose `self.log` does nothing, and whose collectives are those of a group."""
+
+    def mute(*_: Any, **__: Any) -> None:
+        """In place of `self.log` in a trial."""
+
     made = copy.deepcopy(module)
     made.trainer = module.trainer
     for part in made.modules():
         if isinstance(part, LightningModule):
-            part.log = part.log_dict = _mute  # type: ignore[method-assign]
+            part.log = part.log_dict = mute  # type: ignore[method-assign]
             part.all_gather = partial(part.all_gather, group=group)  # type: ignore[method-assign]
         elif isinstance(part, SyncBatchNorm):
             part.process_group = group
     return made
-
-
-def _mute(*_: Any, **__: Any) -> None:
-    """In place of `self.log` in a trial."""
 
 
 def _loss(output: Any) -> Tensor | None:
@@ -211,7 +212,6 @@ def _loss(output: Any) -> Tensor | None:
 
 
 def _release(ddp: CompletingDDP) -> None:
-    """Take DDP's hooks off the parameters, so that they can be wrapped anew."""
     del ddp.reducer, ddp.logger
     _free()
 

@@ -35,7 +35,7 @@ _ALONE_STEPS, _MORE_STEPS = 4, 16
 
 @dataclass(frozen=True)
 class TuningOrder:
-    """What the strategy was told about tuning.
+    """What the user asks of the strategy about tuning.
 
     Attributes:
         tune: whether to measure.
@@ -59,7 +59,7 @@ class TuningOrder:
         if self.tune and self.file is not None:
             return None
         try:
-            return GroupExchange(trainer.global_rank).on_rank_zero(lambda: self._read(_folder(trainer), here))
+            return GroupExchange(trainer.global_rank).on_rank_zero(lambda: self._read_file(_folder(trainer), here))
         except StepError as error:
             raise ConfigurationError(str(error).removeprefix("ConfigurationError: ")) from error
 
@@ -80,7 +80,7 @@ class TuningOrder:
             return True  # an earlier attempt of this run, which each preemption would have measured anew
         return not tuning.conditions.differences(here)
 
-    def _read(self, folder: Path | None, here: Conditions) -> Tuning | None:
+    def _read_file(self, folder: Path | None, here: Conditions) -> Tuning | None:
         """On rank 0."""
         if self.file is not None:
             found = read_tuning(self.file)
@@ -122,7 +122,8 @@ def tune(order: TuningOrder, trainer: Trainer, module: LightningModule, bench: T
             rank_zero_warn(f"The communication settings are not tuned, and stay as they are: {refusal}.")
             return tuning_of(here, order.request, order.request.default, str(refusal), steps=bench.steps)
     say(found.report())
-    _record(found, trainer, order.file or _in(_folder(trainer)))
+    folder = _folder(trainer)
+    _record(found, trainer, order.file or (folder / FILE if folder is not None else None))
     return found
 
 
@@ -166,9 +167,6 @@ def refuse_straggler(alone: list[float]) -> None:
 
     Args:
         alone: seconds of a step of each rank without communication.
-
-    Raises:
-        RefusalError: naming the rank.
     """
     slowest = straggler(alone)
     if slowest is not None:
@@ -210,7 +208,3 @@ def _record(found: Tuning, trainer: Trainer, path: Path | None) -> None:
 def _folder(trainer: Trainer) -> Path | None:
     """The run's folder, if it is on a disk."""
     return None if "://" in trainer.default_root_dir else Path(trainer.default_root_dir)
-
-
-def _in(folder: Path | None) -> Path | None:
-    return None if folder is None else folder / FILE

@@ -86,7 +86,7 @@ class AnyWorldDeepSpeedStrategy(StagedDeepSpeedStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         filepath = self.broadcast(filepath)
         if self.local_rank == 0:  # on each node: the folder may be on its local disk
-            universal.forget(Path(filepath))
+            universal.remove_previous_files(Path(filepath))
         self.barrier()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -104,17 +104,14 @@ class AnyWorldDeepSpeedStrategy(StagedDeepSpeedStrategy):
         saved = universal.saved_processes(checkpoint)
         if not fitting or saved == self.world_size:
             return super().load_checkpoint(checkpoint_path, weights_only)
-        self._convert(checkpoint, saved)
-        loaded = super().load_checkpoint(checkpoint_path, weights_only)
-        if self.zero_stage_3:
-            universal.correct_stage_3(self.deepspeed_engine.optimizer.optimizer, checkpoint)
-        return loaded
-
-    def _convert(self, checkpoint: Path, saved: int) -> None:
         rank_zero_info(f"{checkpoint} was saved by {saved} process(es): converting it for {self.world_size}.")
         universal.require_convertible(checkpoint)
         self._on_rank_zero(checkpoint, lambda: universal.convert(checkpoint))
         load_universal_checkpoint(self.deepspeed_engine)
+        loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        if self.zero_stage_3:
+            universal.correct_stage_3(self.deepspeed_engine.optimizer.optimizer, checkpoint)
+        return loaded
 
     def _on_rank_zero(self, checkpoint: Path, work: Callable[[], None]) -> None:
         """Have rank 0 read a whole checkpoint, which may take longer than a collective or the hang watch waits."""
@@ -137,18 +134,11 @@ class AnyWorldDeepSpeedStrategy(StagedDeepSpeedStrategy):
 
         assert self.lightning_module is not None
         weights: dict[str, Any] = {}
-
-        def read() -> None:
-            weights.update(get_fp32_state_dict_from_zero_checkpoint(str(checkpoint)))
-
-        self._on_rank_zero(checkpoint, read)
+        path = str(checkpoint)
+        self._on_rank_zero(checkpoint, lambda: weights.update(get_fp32_state_dict_from_zero_checkpoint(path)))
         self._restore_zero_state({"state_dict": weights}, strict=self.lightning_module.strict_loading)
         for buffer in self.lightning_module.buffers():
             dist.broadcast(buffer, src=0)
-        saved: dict[str, Any] = torch.load(
-            next((checkpoint / "checkpoint").glob("*_model_states.pt")),
-            map_location="cpu",
-            mmap=True,
-            weights_only=False,
-        )
+        states = next((checkpoint / "checkpoint").glob("*_model_states.pt"))
+        saved: dict[str, Any] = torch.load(states, map_location="cpu", mmap=True, weights_only=False)
         return saved

@@ -55,7 +55,8 @@ class CollectingEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has 
 
 def can_be_collected(engine: DeepSpeedEngine) -> bool:
     """Whether the default checkpoint engine writes the whole checkpoint. It does not with states on an NVMe disk."""
-    offloaded = any(each is not None and each.device == "nvme" for each in _offloads(engine))
+    offloads = (engine.zero_offload_param(), engine.zero_offload_optimizer())
+    offloaded = any(each is not None and each.device == "nvme" for each in offloads)
     return type(engine.checkpoint_engine) is TorchCheckpointEngine and not offloaded
 
 
@@ -91,7 +92,3 @@ def collect(
             (path / name).write_bytes(small)
 
     return collecting.files, write
-
-
-def _offloads(engine: DeepSpeedEngine) -> tuple[Any, Any]:
-    return engine.zero_offload_param(), engine.zero_offload_optimizer()

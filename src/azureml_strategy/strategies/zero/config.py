@@ -36,11 +36,7 @@ _HALVES = {"bf16": "bf16-", "fp16": "16-"}
 
 
 def require_deepspeed() -> None:
-    """Check that DeepSpeed is installed.
-
-    Raises:
-        NoDeepSpeedError: it is not installed.
-    """
+    """Check that DeepSpeed is installed."""
     if find_spec("deepspeed") is None:
         raise NoDeepSpeedError(
             "This strategy needs DeepSpeed, which is not installed here. Type: "
@@ -55,11 +51,12 @@ def require_compiler(config: Mapping[str, Any]) -> None:
 
     Args:
         config: DeepSpeed's configuration.
-
-    Raises:
-        RuntimeError: a compiler or ninja is missing; the message names what needs it.
     """
-    compiled = [name for name, wanted in _compiled_parts(config).items() if wanted]
+    compiled, optimizer = [], config.get("optimizer")
+    if optimizer:
+        compiled.append(f"the optimizer {optimizer.get('type')!r} of its configuration")
+    if uses_nvme(config):
+        compiled.append("the reader of NVMe disks")
     compiler = os.environ.get("CXX", "c++")
     missing = [program for program in (compiler, "ninja") if shutil.which(program) is None]
     if compiled and missing:
@@ -67,14 +64,6 @@ def require_compiler(config: Mapping[str, Any]) -> None:
             f"DeepSpeed compiles {' and '.join(compiled)} at first use, but the PATH has no {' and no '.join(missing)}."
             " Type: apt-get install g++ ninja-build; or leave that part out of the configuration."
         )
-
-
-def _compiled_parts(config: Mapping[str, Any]) -> dict[str, bool]:
-    optimizer = config.get("optimizer")
-    return {
-        f"the optimizer {(optimizer or {}).get('type')!r} of its configuration": bool(optimizer),
-        "the reader of NVMe disks": uses_nvme(config),
-    }
 
 
 def uses_nvme(config: Mapping[str, Any]) -> bool:
@@ -139,7 +128,20 @@ def strategy_arguments(
         raise ConfigurationError(
             f"stage={stage!r} is no stage of ZeRO. Choose 1 (optimizer states), 2 (gradients too) or 3."
         )
-    return {"stage": stage, **others, **(_nvme(stage, offload_nvme) if offload_nvme is not None else {})}
+    if offload_nvme is None:
+        return {"stage": stage, **others}
+    if stage != 3:
+        raise ConfigurationError(f"offload_nvme needs ZeRO stage 3, and this is stage {stage}. Write stage=3.")
+    return {
+        "stage": stage,
+        **others,
+        "offload_optimizer": True,
+        "offload_parameters": True,
+        "offload_optimizer_device": "nvme",
+        "offload_params_device": "nvme",
+        "remote_device": "nvme",
+        "nvme_path": str(find_local_disk() if offload_nvme == "auto" else offload_nvme),
+    }
 
 
 def ignored_beside_config(arguments: Mapping[str, Any]) -> list[str]:
@@ -150,19 +152,6 @@ def ignored_beside_config(arguments: Mapping[str, Any]) -> list[str]:
     defaults = {name: each.default for name, each in signature(DeepSpeedStrategy).parameters.items()}
     given = [name for name, value in arguments.items() if value is not None and value != defaults.get(name)]
     return [name for name in given if name not in _BESIDE_CONFIG]
-
-
-def _nvme(stage: int, folder: str | Path) -> dict[str, Any]:
-    if stage != 3:
-        raise ConfigurationError(f"offload_nvme needs ZeRO stage 3, and this is stage {stage}. Write stage=3.")
-    return {
-        "offload_optimizer": True,
-        "offload_parameters": True,
-        "offload_optimizer_device": "nvme",
-        "offload_params_device": "nvme",
-        "remote_device": "nvme",
-        "nvme_path": str(find_local_disk() if folder == "auto" else folder),
-    }
 
 
 @dataclass(frozen=True)
@@ -206,7 +195,12 @@ def agree(config: Mapping[str, Any], trainer: TrainerNumbers) -> dict[str, Any]:
     agreed = deepcopy(dict(config))
     _agree_on_numbers(agreed, trainer)
     _agree_on_precision(agreed, trainer.precision)
-    _refuse_unknown(agreed)
+    for section in ("optimizer", "scheduler"):  # DeepSpeed has defaults only for its own numbers
+        for key in _autos(agreed.get(section, {}), section):
+            raise ConfigurationError(
+                f"The DeepSpeed configuration says {key}='auto', but only your script knows it. Write the number, or "
+                f"leave {section!r} out and return it from LightningModule.configure_optimizers."
+            )
     warn_of_misspelt_keys(config)
     # Lightning's default: otherwise DeepSpeed refuses every optimizer but its own.
     agreed.setdefault("zero_allow_untested_optimizer", True)
@@ -216,30 +210,27 @@ def agree(config: Mapping[str, Any], trainer: TrainerNumbers) -> dict[str, Any]:
 def _agree_on_numbers(config: dict[str, Any], trainer: TrainerNumbers) -> None:
     accumulate, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
     _take(config, "gradient_accumulation_steps", accumulate, f"Trainer(accumulate_grad_batches={accumulate})")
-    if trainer.batch_size is None:
+    batch, replicas = trainer.batch_size, trainer.data_parallel_size
+    if batch is None:
         config.pop("train_batch_size", None)  # only DeepSpeed's own log reads it
     else:
-        _agree_on_batch(config, trainer.batch_size, accumulate, trainer.data_parallel_size)
+        _take(config, "train_micro_batch_size_per_gpu", batch, f"a data loader with batch_size={batch}")
+        whole = f"{batch} samples a batch x {accumulate} batches a step x {replicas} data-parallel process(es)"
+        _take(config, "train_batch_size", batch * accumulate * replicas, whole)
     if trainer.logged_batch_size is not None:
         config["train_micro_batch_size_per_gpu"] = trainer.logged_batch_size
     elif config.get("train_micro_batch_size_per_gpu", _AUTO) == _AUTO:
-        config["train_micro_batch_size_per_gpu"] = trainer.batch_size or 1
+        config["train_micro_batch_size_per_gpu"] = batch or 1
     if clip is not None or config.get("gradient_clipping") == _AUTO:
         _take(config, "gradient_clipping", clip, f"Trainer(gradient_clip_val={clip})")
 
 
-def _agree_on_batch(config: dict[str, Any], batch: int, accumulate: int, replicas: int) -> None:
-    _take(config, "train_micro_batch_size_per_gpu", batch, f"a data loader with batch_size={batch}")
-    whole = f"{batch} samples a batch x {accumulate} batches a step x {replicas} data-parallel process(es)"
-    _take(config, "train_batch_size", batch * accumulate * replicas, whole)
-
-
-def _take(config: dict[str, Any], key: str, value: float | None, said_by: str) -> None:
+def _take(config: dict[str, Any], key: str, value: float | None, source: str) -> None:
     """Drop a key that Lightning will set anyway, and refuse a value that contradicts it."""
     found = config.pop(key, _AUTO)
     if found not in (_AUTO, value):
         raise ConfigurationError(
-            f"The DeepSpeed configuration says {key}={found!r}, but {value} comes from {said_by}. Leave {key} out of "
+            f"The DeepSpeed configuration says {key}={found!r}, but {value} comes from {source}. Leave {key} out of "
             "the configuration, write 'auto', or let the two agree."
         )
 
@@ -257,16 +248,6 @@ def _agree_on_precision(config: dict[str, Any], precision: str) -> None:
                 f"{precision!r}. Write Trainer({remedy}), or {name}: {{enabled: 'auto'}} in the configuration."
             )
         section["enabled"] = wanted
-
-
-def _refuse_unknown(config: Mapping[str, Any]) -> None:
-    """Refuse "auto" for numbers of optimizers and schedules: DeepSpeed has defaults only for its own numbers."""
-    for section in ("optimizer", "scheduler"):
-        for key in _autos(config.get(section, {}), section):
-            raise ConfigurationError(
-                f"The DeepSpeed configuration says {key}='auto', but only your script knows it. Write the number, or "
-                f"leave {section!r} out and return it from LightningModule.configure_optimizers."
-            )
 
 
 def _autos(value: Any, key: str) -> Iterator[str]:

@@ -22,17 +22,14 @@ _NEAR = 0.8
 
 def warn_of_misspelt_keys(config: Mapping[str, Any]) -> None:
     """Name keys that DeepSpeed does not know and that look like one it does. Keys of other programs pass."""
-    found = {key: near for key in config if (near := _meant(key)) is not None}
-    if found:
-        told = ", ".join(f"{key!r} (did you mean {near!r}?)" for key, near in found.items())
-        rank_zero_warn(f"DeepSpeed does not know, and ignores, {len(found)} key(s) of its configuration: {told}.")
-
-
-def _meant(key: str) -> str | None:
-    if key in _SECTIONS:
-        return None
+    if _SECTIONS.issuperset(config):
+        return
     from deepspeed.runtime import constants
 
     named = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
     known = _SECTIONS | {value for value in named if value.replace("_", "").isalnum()}
-    return None if key in known else next(iter(get_close_matches(key, known, n=1, cutoff=_NEAR)), None)
+    near = {key: get_close_matches(key, known, n=1, cutoff=_NEAR) for key in config if key not in known}
+    found = [f"{key!r} (did you mean {matches[0]!r}?)" for key, matches in near.items() if matches]
+    if found:
+        listed = ", ".join(found)
+        rank_zero_warn(f"DeepSpeed does not know, and ignores, {len(found)} key(s) of its configuration: {listed}.")

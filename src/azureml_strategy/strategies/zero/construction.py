@@ -112,12 +112,15 @@ class GatherForUse(TorchFunctionMode):
         name, first = name_of(func), cut[0]
         if name in _OF_SHAPE:
             return func(_outline(first), *args[1:], **kwargs)
-        if name == "detach" or (name == "data" and not _sets(func)):
+        sets = getattr(func, "__name__", "") == "__set__"
+        if name == "detach" or (name == "data" and not sets):
             return CutView.of(_owner(first), _outline(first), lambda: func(_whole(first)))
         if name == "data" and not isinstance(first, CutView):
             return _set_data(args[0], args[1])
         if name in _WITHOUT_VALUES or (_is_attribute(func) and name not in _VIEWS):
-            return _call_without_values(func, args, kwargs)
+            empty = tree_map_only(CutView, lambda view: view.parameter.data, tuple(args))
+            result = func(*empty, **kwargs)
+            return args[0] if result is empty[0] else result
         return _call(func, args, kwargs)
 
 
@@ -145,7 +148,11 @@ class Construction:
         with ExitStack() as stack:
 
             def declare(_: ModuleType) -> None:
-                _require_accelerate()
+                if find_spec("accelerate") is None:
+                    raise ConfigurationError(
+                        "transformers builds models under ZeRO-3 only with accelerate, which is not installed here. "
+                        "Type: pip install accelerate; or choose azureml_deepspeed_stage_2, which cuts no parameters."
+                    )
                 self._declared = declare_zero_3(config, lambda: self._cuts)
                 stack.enter_context(inside_zero_init())
 
@@ -182,20 +189,6 @@ def place_all_but_parameters(module: nn.Module, device: torch.device) -> None:
             if not buffer.is_meta:
                 _, there = moved.setdefault(id(buffer), (buffer, buffer.to(device)))
                 setattr(part, name, there)
-
-
-def _require_accelerate() -> None:
-    if find_spec("accelerate") is None:
-        raise ConfigurationError(
-            "transformers builds models under ZeRO-3 only with accelerate, which is not installed here. Type: "
-            "pip install accelerate; or choose azureml_deepspeed_stage_2, which cuts no parameters."
-        )
-
-
-def _call_without_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    empty = tree_map_only(CutView, lambda view: view.parameter.data, tuple(args))
-    result = func(*empty, **kwargs)
-    return args[0] if result is empty[0] else result
 
 
 def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -284,10 +277,6 @@ def _outline(each: Any) -> Tensor:
 
 def _is_attribute(func: Any) -> bool:
     return getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
-
-
-def _sets(func: Any) -> bool:
-    return getattr(func, "__name__", "") == "__set__"
 
 
 def name_of(func: Any) -> str:

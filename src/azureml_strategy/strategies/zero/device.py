@@ -87,9 +87,6 @@ def require_numbered_devices(devices: Sequence[torch.device]) -> None:
 
     Args:
         devices: devices of the processes of a node.
-
-    Raises:
-        RuntimeError: two GPUs have the same number, but DeepSpeed chooses them by local rank.
     """
     numbers = [device.index for device in devices if device.type == "cuda"]
     if len(set(numbers)) < len(numbers):

@@ -48,7 +48,13 @@ class EditedWeights:
     @torch.no_grad()
     def take(self) -> None:
         """Take edits, before a step or a checkpoint."""
-        self._restore_memory()
+        # `parameter.data = values` takes a parameter out of DeepSpeed's memory: put the values into that again.
+        moved = [(each, view) for each, view in self._views if each.data_ptr() != view.data_ptr()]
+        memory = {each.untyped_storage().data_ptr() for each in flat_memory(self._engine)} if moved else set()
+        for parameter, view in moved:
+            if view.untyped_storage().data_ptr() in memory and view.shape == parameter.shape:
+                view.copy_(parameter)
+                parameter.data = view
         self.take_whole()
         for index, (part, copy) in enumerate(trained_copies(self._engine)):
             own = _mark([copy]) == self._marks[index]
@@ -77,15 +83,6 @@ class EditedWeights:
 
     def _of_persistent(self) -> Tensor:
         return _mark([each.ds_tensor for each in persistent_parameters(self._engine)])  # type: ignore[attr-defined]
-
-    def _restore_memory(self) -> None:
-        """Undo `parameter.data = values`, which takes a parameter out of DeepSpeed's memory, and keep the values."""
-        moved = [(each, view) for each, view in self._views if each.data_ptr() != view.data_ptr()]
-        memory = {each.untyped_storage().data_ptr() for each in flat_memory(self._engine)} if moved else set()
-        for parameter, view in moved:
-            if view.untyped_storage().data_ptr() in memory and view.shape == parameter.shape:
-                view.copy_(parameter)
-                parameter.data = view
 
 
 def _mark(copies: list[Tensor]) -> Tensor:

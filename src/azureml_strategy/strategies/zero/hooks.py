@@ -64,8 +64,8 @@ class CutReads(TorchFunctionMode):
 def whole_parameters_alone(module: LightningModule) -> Iterator[None]:
     """Refuse a training step that goes through the module's parameters where DeepSpeed has cut them.
 
-    A penalty on all weights would be one on those that happen to be whole, and the ranks may wait for one another. Who
-    takes one parameter, as by `next(self.parameters()).device`, may have it: the refusal is to go on after a cut one.
+    A penalty on all weights would be one on those that happen to be whole, and the ranks may wait for one another. A
+    step may take one parameter, as `next(self.parameters()).device` does: only going on after a cut one is refused.
 
     Raises:
         ConfigurationError: from the module's `parameters` and `named_parameters`.

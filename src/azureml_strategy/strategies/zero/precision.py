@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 from lightning.fabric.utilities.types import Steppable
@@ -45,7 +44,8 @@ class GradientReads(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not self.found and getattr(func, "__self__", None) is _GRAD and isinstance(args[0], nn.Parameter):
-            self.found = self._elsewhere(args[0]) and not _is_helper(code_that_calls())
+            caller = str(code_that_calls().f_globals.get("__name__")).partition(".")[0]
+            self.found = self._elsewhere(args[0]) and caller not in _HELPERS
         return func(*args, **(kwargs or {}))
 
 
@@ -60,7 +60,7 @@ class BufferedGradientsPrecision(DeepSpeedPrecision):
     _said = False
 
     def look_at(self, module: LightningModule | None) -> None:
-        """Know the module whose gradients are clipped; None after the training."""
+        """Set the module whose gradients are clipped; None after the training."""
         self._module = module
 
     @override
@@ -175,7 +175,3 @@ class BufferedGradientsStrategy(ParallelStrategy):
 def _ends_step(module: LightningModule) -> bool:
     strategy: Any = module.trainer.strategy
     return bool(strategy.ends_step())  # under ZeRO, DeepSpeed's count; in a pipeline each batch is a step
-
-
-def _is_helper(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in _HELPERS

@@ -26,9 +26,6 @@ def refuse_callbacks(callbacks: Iterable[Callback], cuts_parameters: bool) -> No
     Args:
         callbacks: the Trainer's.
         cuts_parameters: whether parameters have no values outside of the forward pass, as in stage 3.
-
-    Raises:
-        ConfigurationError: there is one.
     """
     for callback in callbacks:
         name = type(callback).__name__
@@ -55,11 +52,7 @@ def refuse_callbacks(callbacks: Iterable[Callback], cuts_parameters: bool) -> No
 
 
 def refuse_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:
-    """Refuse what is more than one optimizer of the usual kind.
-
-    Raises:
-        ConfigurationError: there are several, or several schedulers, or LBFGS.
-    """
+    """Refuse what is more than one optimizer of the usual kind."""
     name = type(module).__name__
     if len(optimizers) > 1 or len(schedulers) > 1:
         raise ConfigurationError(
@@ -72,11 +65,7 @@ def refuse_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], schedu
 
 
 def refuse_lbfgs(module: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that computes losses several times in a step.
-
-    Raises:
-        ConfigurationError: it is LBFGS.
-    """
+    """Refuse an optimizer that computes losses several times in a step."""
     if isinstance(optimizer, LBFGS):
         raise ConfigurationError(
             f"{type(module).__name__} trains by LBFGS, which computes losses several times in a step, while DeepSpeed "
@@ -85,11 +74,7 @@ def refuse_lbfgs(module: nn.Module, optimizer: Optimizer) -> None:
 
 
 def refuse_scalars(module: nn.Module) -> None:
-    """Refuse parameters without a dimension, which DeepSpeed cannot send from rank 0, by their full names.
-
-    Raises:
-        ConfigurationError: there is one.
-    """
+    """Refuse parameters without a dimension, which DeepSpeed cannot send from rank 0, by their full names."""
     scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise ConfigurationError(
@@ -100,11 +85,7 @@ def refuse_scalars(module: nn.Module) -> None:
 
 
 def refuse_second_backward(module: nn.Module) -> NoReturn:
-    """Refuse a backward pass after another one without a step between.
-
-    Raises:
-        ConfigurationError: always.
-    """
+    """Refuse a backward pass after another one without a step between."""
     raise ConfigurationError(
         f"{type(module).__name__} has a second backward pass before an optimizer step, but with an offloaded "
         "optimizer, or sums of gradients in float32, DeepSpeed's stages 1 and 2 keep those of one pass. Add the losses "
@@ -114,7 +95,7 @@ def refuse_second_backward(module: nn.Module) -> NoReturn:
     )
 
 
-def tell_unfilled_steps(trainer: Trainer) -> None:
+def warn_of_unfilled_steps(trainer: Trainer) -> None:
     """Warn if the batches of an epoch do not fill whole steps, whose rest Lightning makes a step of its own."""
     batches, accumulated = trainer.num_training_batches, trainer.accumulate_grad_batches
     rest = 0 if isinf(batches) else int(batches) % accumulated
@@ -130,11 +111,7 @@ def tell_unfilled_steps(trainer: Trainer) -> None:
 
 
 def refuse_own_backward(module: nn.Module) -> NoReturn:
-    """Refuse a step without a backward pass that DeepSpeed knows of.
-
-    Raises:
-        ConfigurationError: always.
-    """
+    """Refuse a step without a backward pass that DeepSpeed knows of."""
     raise ConfigurationError(
         f"{type(module).__name__} steps its optimizer without a backward pass that DeepSpeed knows of: it reduces "
         "gradients in its own. Call self.manual_backward(loss) instead of loss.backward(), before each step."
@@ -142,11 +119,7 @@ def refuse_own_backward(module: nn.Module) -> NoReturn:
 
 
 def refuse_group(*_: Any) -> NoReturn:
-    """Stand for `add_param_group` of DeepSpeed's optimizers, which have none.
-
-    Raises:
-        ConfigurationError: always.
-    """
+    """Stand for `add_param_group` of DeepSpeed's optimizers, which have none."""
     raise ConfigurationError(
         "A parameter group was added after the start, but DeepSpeed has laid out the memory of all that trains when it "
         f"started. Make all layers in __init__ or configure_model. {_RATES}"
@@ -169,11 +142,7 @@ class StartingParameters:
         self._trained = self._now()
 
     def require_same(self) -> None:
-        """Check that it is the same now.
-
-        Raises:
-            ConfigurationError: a parameter was frozen or unfrozen; by its name.
-        """
+        """Check that it is the same now."""
         changes = self.changes()
         if changes is not None:
             raise ConfigurationError(changes)

@@ -39,7 +39,7 @@ from azureml_strategy.strategies.zero.refusals import (
     StartingParameters,
     refuse_callbacks,
     refuse_scalars,
-    tell_unfilled_steps,
+    warn_of_unfilled_steps,
 )
 
 
@@ -254,7 +254,7 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
-        tell_unfilled_steps(self.lightning_module.trainer)
+        warn_of_unfilled_steps(self.lightning_module.trainer)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

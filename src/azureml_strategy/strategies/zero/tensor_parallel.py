@@ -53,7 +53,16 @@ def section(module: nn.Module) -> dict[str, Any]:
             "says which matrices to cut. Add it: return {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}, "
             "or give a DeepSpeed configuration with a `tensor_parallel` section of its own."
         )
-    specs = [{"patterns": [_regex(pattern)], **_partition(pattern, style)} for pattern, style in plan().items()]
+    specs = []
+    for pattern, style in plan().items():
+        if style not in _PARTITIONS:
+            raise ConfigurationError(
+                f"The tensor-parallel plan says {pattern!r}: {style!r}, but DeepSpeed has only "
+                f"{', '.join(_PARTITIONS)}."
+            )
+        # DeepSpeed takes a regex for names of parameters. The `*` of a plan stands for one part between dots.
+        layers = re.escape(pattern).replace(r"\*", r"[^.]+")
+        specs.append({"patterns": [rf"(.*\.)?{layers}\.(weight|bias)$"], **_PARTITIONS[style]})
     return {"partition_config": {"use_default_specs": False, "layer_specs": specs}}
 
 
@@ -65,26 +74,9 @@ def cut_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def check_divides(world_size: int, size: int) -> None:
-    """Check that the job's processes can be divided into tensor-parallel groups.
-
-    Raises:
-        ConfigurationError: `size` does not divide `world_size`.
-    """
+    """Check that the job's processes can be divided into tensor-parallel groups."""
     if world_size % size:
         raise ConfigurationError(
             f"tensor_parallel_size={size} does not divide the {world_size} processes of the job. Choose a divisor of "
             f"{world_size}, at best of the number of GPUs in a node."
         )
-
-
-def _partition(pattern: str, style: str) -> dict[str, Any]:
-    if style not in _PARTITIONS:
-        raise ConfigurationError(
-            f"The tensor-parallel plan says {pattern!r}: {style!r}, but DeepSpeed has only {', '.join(_PARTITIONS)}."
-        )
-    return _PARTITIONS[style]
-
-
-def _regex(pattern: str) -> str:
-    """Turn a plan's pattern, whose `*` stands for one part between dots, into a regex for parameter names."""
-    return r"(.*\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+") + r"\.(weight|bias)$"

@@ -22,11 +22,7 @@ _COMPLETE = "latest_universal"
 
 
 def require_zero_checkpoint(checkpoint: Path) -> None:
-    """Check that a path is a folder that Lightning's DeepSpeed strategy wrote.
-
-    Raises:
-        UnfitCheckpointError: it is something else; the message says what, and which strategy reads it.
-    """
+    """Check that a path is a folder that Lightning's DeepSpeed strategy wrote; the error says which one reads it."""
     shards = checkpoint / "checkpoint"
     if any(shards.glob("layer_*-model_states.pt")):
         raise UnfitCheckpointError(_refusal(checkpoint, "written by a pipeline", "azureml_deepspeed_pipeline"))
@@ -57,9 +53,6 @@ def require_same_slices(checkpoint: Path, saved: int, size: int) -> None:
         checkpoint: the folder that Lightning wrote.
         saved: tensor-parallel size of the checkpoint.
         size: tensor-parallel size of this run.
-
-    Raises:
-        ConfigurationError: the sizes differ.
     """
     if saved != size:
         raise ConfigurationError(
@@ -94,7 +87,7 @@ def saved_slices(checkpoint: Path) -> int:
     return len({file.name.partition("mp_rank_")[2][:2] for file in _optimizer_shards(checkpoint)})
 
 
-def forget(checkpoint: Path) -> None:
+def remove_previous_files(checkpoint: Path) -> None:
     """Remove the files that a previous save to the same path left, and nothing else. Any process may call it.
 
     DeepSpeed overwrites only the files of the current processes. The files of a previous save with more processes
@@ -110,15 +103,12 @@ def forget(checkpoint: Path) -> None:
 
 
 def require_convertible(checkpoint: Path) -> None:
-    """Refuse a checkpoint that DeepSpeed cannot convert.
+    """Refuse a checkpoint that DeepSpeed cannot convert: of no optimizer of Adam's family, or cut by AutoTP.
 
     All processes call it, so that none waits for one that has stopped.
 
     Args:
         checkpoint: the folder that Lightning wrote.
-
-    Raises:
-        ConfigurationError: the optimizer is not of Adam's family, or AutoTP cut the matrices.
     """
     saved = saved_processes(checkpoint)
     if saved_slices(checkpoint) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -39,7 +39,7 @@ class WatchedEngine:
         self, engine: Any, module: nn.Module, starting: StartingParameters, beside: Mapping[nn.Module, WatchedEngine]
     ) -> None:
         self.engine, self._module, self._starting, self._beside = engine, module, starting, beside
-        self.awaits_step = self._goes_backward = False
+        self.awaits_step = self._in_backward = False
         self._earlier: dict[int, list[Tensor]] = {}
         self.edited = EditedWeights(engine)
         self._watch_optimizer()
@@ -56,12 +56,12 @@ class WatchedEngine:
             refuse_second_backward(self._module)
         self._starting.require_same()
         self._earlier = begin_further_backward(self.engine) if self.awaits_step else {}
-        self._goes_backward = True
+        self._in_backward = True
 
     def after_backward(self) -> None:
         """Add the gradients of earlier passes."""
         end_further_backward(self.engine, self._earlier)
-        self._earlier, self._goes_backward = {}, False
+        self._earlier, self._in_backward = {}, False
         self.awaits_step = True
 
     def before_step(self) -> None:
@@ -89,22 +89,19 @@ class WatchedEngine:
             optimizer.add_param_group = refuse_group
 
     def _watch_outputs(self, engine: nn.Module, inputs: object, outputs: Any) -> None:
+        def watch(output: Tensor) -> Tensor:
+            if output.requires_grad:
+                output.register_hook(self._on_backward)  # type: ignore[no-untyped-call]
+            return output
+
         if torch.is_grad_enabled():
-            apply_to_collection(outputs, Tensor, self._watch_output)
+            apply_to_collection(outputs, Tensor, watch)
 
-    def _watch_output(self, output: Tensor) -> Tensor:
-        if output.requires_grad:
-            output.register_hook(self._reached)  # type: ignore[no-untyped-call]
-        return output
-
-    def _reached(self, _: Tensor) -> None:
-        if any(each._goes_backward for each in self._beside.values() if each is not self):
-            self._refuse_pass_of_another()
-
-    def _refuse_pass_of_another(self) -> NoReturn:
-        name = type(self._module).__name__
-        raise ConfigurationError(
-            f"A backward pass of another module goes through {name}, which has an engine of DeepSpeed's too, and no "
-            "two engines can be in one pass: gradients would be left to the next step. Use strategy='azureml_ddp', or "
-            "'azureml_model_parallel', which shards parameters too."
-        )
+    def _on_backward(self, _: Tensor) -> None:
+        if any(each._in_backward for each in self._beside.values() if each is not self):
+            name = type(self._module).__name__
+            raise ConfigurationError(
+                f"A backward pass of another module goes through {name}, which has an engine of DeepSpeed's too, and "
+                "no two engines can be in one pass: gradients would be left to the next step. Use "
+                "strategy='azureml_ddp', or 'azureml_model_parallel', which shards parameters too."
+            )
