@@ -1,7 +1,7 @@
-"""Adapters of peft: which parameters are a base's and need not be written, and a proof that a base is the same.
+"""Adapters of peft: which parameters belong to the base and need not be written, and a check that a base is the same.
 
-A checkpoint of adapters holds no copy of the frozen base, but a checksum of each of its parameters. They are taken from
-the parameters in memory, not from files: what counts is what the adapters were trained on, whatever has read it.
+A checkpoint of adapters holds no copy of the frozen base, but a checksum of each of its parameters. The checksums are
+computed from the parameters in memory, not from files: the adapters were trained on what is in memory.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ def base_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         models = find_models(wrapped).values()
         if not models or not all(map(_loaded, models)) or not keeps_base(wrapped.peft_config):
             continue
-        # FSDP2 and DeepSpeed replace parameters, so that none of them tells any more.
-        tells = any(map(is_loaded, wrapped.parameters()))
+        # FSDP2 and DeepSpeed replace parameters; then none of them is marked as loaded.
+        marked = any(map(is_loaded, wrapped.parameters()))
         start = f"{prefix}." if prefix else ""
         adapters = _adapter_parameters(wrapped)
         for name, parameter in wrapped.named_parameters(remove_duplicate=False):
             frozen = not parameter.requires_grad and id(parameter) not in adapters
-            if frozen and (is_loaded(parameter) or not tells or is_original(name)):
+            if frozen and (is_loaded(parameter) or not marked or is_original(name)):
                 found[start + name] = parameter
     return found
 
 
 def is_original(name: str) -> bool:
-    """Whether a parameter is what a module was before peft trained a copy: it takes no part, so may be any values."""
+    """Whether a parameter is the original of a module that peft trains a copy of. It is not used, and any values do."""
     return ".original_module." in name
 
 
@@ -73,7 +73,7 @@ def keeps_base(configs: Mapping[str, Any]) -> bool:
 
 
 def _adapter_parameters(wrapped: PeftModel) -> set[int]:
-    """The ids of all adapters' parameters: one that is not active is frozen too."""
+    """Return the ids of all adapters' parameters: an adapter that is not active is frozen like the base."""
     from peft import get_peft_model_state_dict
 
     state = wrapped.state_dict(keep_vars=True)
@@ -87,9 +87,9 @@ def _adapter_parameters(wrapped: PeftModel) -> set[int]:
 def checksums(parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
     """Compute a checksum of each parameter, however it is spread over the ranks; a collective.
 
-    It is the sum of the numbers' bits, read as float32, so that each rank adds up what it holds, and any number of
-    ranks finds the same. It tells other values from these, as another revision or a further training has, but not the
-    same values in another order.
+    It is the sum of the numbers' bits, read as float32. So each rank adds up what it holds, and the result is the same
+    for any number of ranks. It detects other values, such as those of another revision or of further training, but not
+    the same values in another order.
 
     Args:
         parameters: whole ones, DTensors, or those that DeepSpeed has cut.
@@ -114,7 +114,7 @@ def digest(sums: Mapping[str, int]) -> str:
 
 
 def _own_sum(parameter: nn.Parameter) -> int:
-    """This rank's part of the sum. What several ranks hold is added by the first of them."""
+    """Return this rank's part of the sum. If several ranks hold the same numbers, the first of them adds these."""
     if isinstance(parameter, DTensor):
         coordinates = parameter.device_mesh.get_coordinate() or ()
         first = all(i == 0 for i, place in zip(coordinates, parameter.placements, strict=True) if place.is_replicate())

@@ -71,9 +71,13 @@ class RecordsModels(PlainDataStrategy):
     def own_entries(self) -> dict[str, Any]:
         if not self._models:
             return super().own_entries()
-        # Sharded strategies write these entries once for each rank. Readers take rank 0's.
-        tokenizer = self._read_tokenizer() if self.is_global_zero else {}
-        return {**super().own_entries(), **CheckpointRecord(self._models, self._base, tokenizer).entry()}
+        if self._tokenizer is None:
+            assert self.lightning_module is not None
+            datamodule = getattr(self.lightning_module.trainer, "datamodule", None)
+            holders = [self.lightning_module, *([] if datamodule is None else [datamodule])]
+            # Sharded strategies write these entries once for each rank. Readers take rank 0's.
+            self._tokenizer = tokenizer_files(holders, self._places) if self.is_global_zero else {}
+        return {**super().own_entries(), **CheckpointRecord(self._models, self._base, self._tokenizer).entry()}
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -117,11 +121,8 @@ class RecordsModels(PlainDataStrategy):
         several = len(self._models) > 1
         for each in self._models:
             to = output / each.name if several else output
-            write_hugging_face(checkpoint, to, ExportOptions(module=each.name, merge=self._must_merge(each)))
-
-    def _must_merge(self, model: ModelRecord) -> bool:
-        """Whether a model's adapters fit no base in a file, so that only the whole can be written."""
-        return model.adapters is not None and self._base is None
+            merge = each.adapters is not None and self._base is None  # no file has the base that the adapters fit
+            write_hugging_face(checkpoint, to, ExportOptions(module=each.name, merge=merge))
 
     def _leave_base_out(self) -> nn.Module:
         """Leave the base out of the module's state dict from now on. Strategies load before or after `setup`."""
@@ -131,14 +132,6 @@ class RecordsModels(PlainDataStrategy):
             names = base_parameters(module).keys()
             self._without_base = _WithoutBase(module, names) if names else None
         return module
-
-    def _read_tokenizer(self) -> Mapping[str, Any]:
-        if self._tokenizer is None:
-            assert self.lightning_module is not None
-            datamodule = getattr(self.lightning_module.trainer, "datamodule", None)
-            holders = [self.lightning_module, *([] if datamodule is None else [datamodule])]
-            self._tokenizer = tokenizer_files(holders, self._places)
-        return self._tokenizer
 
     def _check_base(self) -> None:
         """Compare the base with that of the loaded checkpoint.
@@ -162,7 +155,7 @@ class RecordsModels(PlainDataStrategy):
             )
 
     def _keep_base(self, path: str) -> None:
-        """Write the base too from now on, since a checkpoint that holds one has just replaced it."""
+        """Write the base too from now on: a checkpoint with a base in it has just replaced the base from the files."""
         if self._without_base is None:
             return
         if not self._without_base.overwritten:
@@ -176,14 +169,14 @@ class RecordsModels(PlainDataStrategy):
 
 
 class _WithoutBase:
-    """Leaves parameters out of a module's state dict, and does not miss them when one is loaded.
+    """Leaves parameters out of a module's state dict, and allows them to be missing when one is loaded.
 
     Args:
         module: the LightningModule.
         names: what to leave out.
 
     Attributes:
-        overwritten: whether the last state dict that was loaded held them all the same.
+        overwritten: whether the last state dict that was loaded held them nevertheless.
     """
 
     def __init__(self, module: nn.Module, names: Any) -> None:
@@ -192,7 +185,7 @@ class _WithoutBase:
         self._handles: list[RemovableHandle] = [
             # torch sets an attribute on this hook, and a method takes none.
             module.register_state_dict_post_hook(partial(self._leave_out)),  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_post_hook(self._do_not_miss),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_post_hook(self._allow_missing),  # type: ignore[no-untyped-call]
         ]
 
     def remove(self) -> None:
@@ -203,7 +196,7 @@ class _WithoutBase:
         for name in self._names:
             state.pop(prefix + name, None)
 
-    def _do_not_miss(self, module: nn.Module, incompatible: Any) -> None:
+    def _allow_missing(self, module: nn.Module, incompatible: Any) -> None:
         missing = incompatible.missing_keys
         self.overwritten = not self._names & set(missing)
         missing[:] = [name for name in missing if name not in self._names]

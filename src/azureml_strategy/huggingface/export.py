@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,19 +88,25 @@ def write_hugging_face(checkpoint: Path, output: Path, options: ExportOptions | 
         raise CheckpointFormatError(f"{output} exists. Name a folder that does not, or delete it first.")
     read = checkpoint_format(checkpoint).read(checkpoint, options.trust_pickles)
     weights: dict[str, Tensor] = dict(read.pop("state_dict"))
-    record = _sourced(CheckpointRecord.of(read), checkpoint, weights, options)
-    chosen = _chosen(record.models, options.module, checkpoint)
+    record = _with_source(CheckpointRecord.of(read), checkpoint, weights, options)
+    chosen = _choose_model(record.models, options.module, checkpoint)
     model: nn.Module
     if chosen.adapters is None:
         model, own = whole(chosen, weights, checkpoint)
     else:
         model, own = adapted(chosen, chosen.adapters, record.base, weights, checkpoint, options.merge, options.source)
     left = sorted(weights.keys() - own)
-    weights.clear()  # so that a conversion frees each weight after it
+    weights.clear()  # so that each weight is freed as soon as it is converted
     if options.dtype is not None:
         _cast(model, getattr(torch, options.dtype))
-    with _appearing(output) as folder:
-        _save(model, folder, options)
+    with _written_whole(output) as folder:
+        adapters = find_peft_models(model).get("")
+        if adapters is not None:
+            adapters.save_pretrained(str(folder), save_embedding_layers=False)
+        else:
+            limit = {} if options.max_shard_size is None else {"max_shard_size": options.max_shard_size}
+            for each in find_models(model).values():
+                each.save_pretrained(folder, **limit)  # type: ignore[arg-type]
         if chosen.generation_config is not None and (folder / _GENERATION).is_file():
             (folder / _GENERATION).write_text(chosen.generation_config)
         for name, content in record.tokenizer.items():
@@ -121,10 +126,10 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
         owner._buffers[name] = values
 
 
-def _sourced(
+def _with_source(
     record: CheckpointRecord | None, checkpoint: Path, weights: Mapping[str, Tensor], options: ExportOptions
 ) -> CheckpointRecord:
-    """Return what the checkpoint tells, with what `--model` names in place of it."""
+    """Return the checkpoint's record, completed or replaced by what `--model` names."""
     if options.source is None:
         if record is None:
             raise CheckpointFormatError(
@@ -154,7 +159,7 @@ def _prefix_of(model: ModelRecord, weights: Mapping[str, Tensor], checkpoint: Pa
     return fit[0].removesuffix(".")
 
 
-def _chosen(models: tuple[ModelRecord, ...], module: str | None, checkpoint: Path) -> ModelRecord:
+def _choose_model(models: tuple[ModelRecord, ...], module: str | None, checkpoint: Path) -> ModelRecord:
     names = {each.name: each for each in models}
     if module is None and len(models) == 1:
         return models[0]
@@ -166,19 +171,9 @@ def _chosen(models: tuple[ModelRecord, ...], module: str | None, checkpoint: Pat
     )
 
 
-def _save(model: nn.Module, folder: Path, options: ExportOptions) -> None:
-    adapters = find_peft_models(model).get("")
-    if adapters is not None:
-        adapters.save_pretrained(str(folder), save_embedding_layers=False)
-        return
-    limit: dict[str, Any] = {} if options.max_shard_size is None else {"max_shard_size": options.max_shard_size}
-    for each in find_models(model).values():
-        each.save_pretrained(folder, **limit)
-
-
 @contextmanager
-def _appearing(output: Path) -> Iterator[Path]:
-    """Give a folder to write to, which gets its name when it is complete."""
+def _written_whole(output: Path) -> Iterator[Path]:
+    """Yield a folder to write to, which gets its name when it is complete."""
     part = output.with_name(output.name + ".part")
     shutil.rmtree(part, ignore_errors=True)  # what an interrupted call has left
     part.mkdir(parents=True)

@@ -47,7 +47,7 @@ class FileSlice:
         return self._dtype
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> Tensor:
-        """Read a part. Of the file it reads the rows that the part has, each of them whole."""
+        """Read a part. It reads whole rows of the file, and only those that the part has."""
         indices = index if isinstance(index, tuple) else (index,)
         if not self._shape:
             return self._read(0, 1).view(())
@@ -96,24 +96,19 @@ def open_slices(files: list[Path]) -> Iterator[dict[str, FileSlice]]:
 
 def _tensors(file: int, path: Path) -> Iterator[tuple[str, FileSlice]]:
     length = int.from_bytes(read_range(file, 8, 0), "little")
-    told = read_range(file, min(length, os.fstat(file).st_size), 8)
-    if len(told) < length:
+    text = read_range(file, min(length, os.fstat(file).st_size), 8)
+    if len(text) < length:
         raise OSError(f"{path} ends within its header, which has {length:,} bytes from byte 8 on. Copy it again.")
     try:
-        header: dict[str, Any] = json.loads(told)
+        header: dict[str, Any] = json.loads(text)
         for name, facts in header.items():
-            if name != "__metadata__":
-                start = _start(facts)
-                yield name, FileSlice(file, path, 8 + length + start, facts["dtype"], facts["shape"])
+            if name == "__metadata__":
+                continue
+            start, stop = facts["data_offsets"]
+            if not all(type(each) is int and each >= 0 for each in (start, stop, *facts["shape"])):
+                raise ValueError("places and sizes are whole numbers from 0")
+            if math.prod(facts["shape"]) * torch_type(facts["dtype"]).itemsize != stop - start:
+                raise ValueError(f"a tensor {facts['shape']} does not take the bytes from {start} to {stop}")
+            yield name, FileSlice(file, path, 8 + length + start, facts["dtype"], facts["shape"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise OSError(f"{path} has a damaged header: {error!r:.200}. Copy it again.") from error
-
-
-def _start(facts: dict[str, Any]) -> int:
-    """Where a tensor begins; its shape is as large as its part of the file."""
-    start, stop = facts["data_offsets"]
-    if not all(type(each) is int and each >= 0 for each in (start, stop, *facts["shape"])):
-        raise ValueError("places and sizes are whole numbers from 0")
-    if math.prod(facts["shape"]) * torch_type(facts["dtype"]).itemsize != stop - start:
-        raise ValueError(f"a tensor {facts['shape']} does not take the bytes from {start} to {stop}")
-    return int(start)

@@ -1,11 +1,11 @@
-"""Loads a pretrained model the way that the strategy at work needs, so that no process holds more than its part.
+"""Loads a pretrained model in the way that the strategy needs, so that no process holds more than its part.
 
 | strategy | how |
 |---|---|
 | none, or one process except under ZeRO-3 | `from_pretrained` |
 | DDP, ZeRO-1, ZeRO-2 | rank 0 reads, and sends to the others |
 | FSDP2, tensor parallelism, pipeline | a sketch without memory now; each rank reads its parts when they are known |
-| ZeRO-3 | built in parts; rank 0 reads block by block, and hands out |
+| ZeRO-3 | built in parts; rank 0 reads block by block, and broadcasts |
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class _Sketch:
 
 
 class _KeepsValues(TorchFunctionMode):
-    """Leaves tensors with values where they are, when they are sent to the meta device.
+    """Keeps the values of tensors that are moved to the meta device.
 
-    `peft` sends new adapters to the device of their base. If that has no values yet, the adapters would lose theirs.
+    `peft` moves new adapters to the device of their base. If that has no values yet, the adapters would lose theirs.
     """
 
     @override
@@ -208,7 +208,7 @@ def fill_all(module: nn.Module, device: torch.device) -> None:
 
 
 def refuse_lost_values(module: nn.Module) -> None:
-    """Refuse parameters without values that no file has either.
+    """Refuse parameters that have no values, and that no file has.
 
     Raises:
         PretrainedModelError: there are some; the message names them.
@@ -254,13 +254,13 @@ def _sketched(cls: Any, config: Any, files: list[Path], dtype: torch.dtype, sour
             f"them, and {cls.__name__}._init_weights does not set them. Set them there, or save a model with them by "
             "save_pretrained() and load that folder."
         )
-    places = {name: _place(model, name) for name in in_files}
-    setattr(model, _SKETCH, _Sketch(dtype, places))
+    owners = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in in_files}
+    setattr(model, _SKETCH, _Sketch(dtype, owners))
     return model
 
 
 def _receive(model: PreTrainedModel, device: torch.device) -> None:
-    """Give a sketch its weights: rank 0 reads them, and the others get them from it."""
+    """Fill a sketch: rank 0 reads the weights, and broadcasts them to the others."""
     rank = dist.get_rank()
     if rank > 0:
         _make_room(model, device)
@@ -275,7 +275,7 @@ def _receive(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _make_room(model: PreTrainedModel, device: torch.device) -> None:
-    """Give a sketch's weights memory, without reading them."""
+    """Allocate memory for a sketch's weights, without reading them."""
     places = getattr(model, _SKETCH).places.values()
     room: dict[int, Tensor] = {}
     for tensor in (_tensor(*place) for place in places):
@@ -292,13 +292,8 @@ def _tensor(owner: nn.Module, attribute: str) -> Tensor:
     return tensor
 
 
-def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    owner, _, attribute = name.rpartition(".")
-    return model.get_submodule(owner), attribute
-
-
 def _replace(owner: nn.Module, attribute: str, values: Mapping[int, Tensor]) -> None:
-    """Put values in the place of a tensor without any. Places that shared it share its values."""
+    """Replace a tensor without values by one with values. Attributes that shared the tensor share the new one."""
     old = _tensor(owner, attribute)
-    if old.is_meta:  # not if the place of another name was the same
+    if old.is_meta:  # another name of the same attribute may have replaced it already
         setattr(owner, attribute, values[id(old)].requires_grad_(old.requires_grad))

@@ -51,7 +51,7 @@ class ModelLayer:
     """One layer of the chain.
 
     Attributes:
-        build: makes the layer if the module's has no values, which cannot be.
+        build: called if the layer of the module has no values; it always raises.
         name: of the layer in the LightningModule.
         kind: `embedding`, `block`, `norm` or `head`.
         tied: key of a parameter that several layers share; None for a layer that shares nothing.
@@ -116,24 +116,24 @@ class ModelChain:
                     )
 
     def check(self) -> None:
-        """Refuse a model that does more between its layers than handing on hidden states. The blocks must be here.
+        """Refuse a model that does more between its layers than passing on hidden states. Its blocks must be here.
 
         Raises:
             UnfitModelError: it does.
         """
-        words = (
+        reason = (
             f"{type(self._base).__name__} does more between its layers than handing on hidden states, an attention "
             f"mask and positions, so it cannot be cut into stages. {_ELSEWHERE}"
         )
         try:
             fits = self._runner.check()
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise UnfitModelError(words) from error
+            raise UnfitModelError(reason) from error
         if not fits:
-            raise UnfitModelError(words)
+            raise UnfitModelError(reason)
 
     def split(self, batch: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return what goes through the stages of a batch, and what all stages must read alike: everything.
+        """Return the part of a batch that goes through the stages, and what all stages must read alike: all of it.
 
         Raises:
             UnfitModelError: the batch is no mapping with `input_ids`.
@@ -180,7 +180,7 @@ class ModelChain:
 
     @contextmanager
     def computed(self, step: str, outputs: Any, inputs: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let the model's base give what came out of the pipeline, while the user's step runs on the last stage.
+        """Let the model's base return what came out of the pipeline, while the user's step runs on the last stage.
 
         Args:
             step: its name, for messages.
@@ -197,7 +197,12 @@ class ModelChain:
             calls += 1
             difference = _difference(_by_name(self._base, args, kwargs), inputs)
             if calls > 1 or difference:
-                raise UnfitModelError(self._wrong_call(step, difference or "a second time", inputs))
+                raise UnfitModelError(
+                    f"{step} calls {type(self._model).__name__} {difference or 'a second time'}, but in a pipeline the "
+                    f"micro-batch has gone through the stages already, once, with {' and '.join(inputs)} of the batch. "
+                    "Call the model once with these; change them in on_after_batch_transfer, or choose others in a "
+                    "method pipeline_batch(batch)."
+                )
             return self._runner.output(self._named(outputs))
 
         self._base.forward = forward
@@ -210,13 +215,6 @@ class ModelChain:
                 f"{step} never calls {type(self._model).__name__}, so what the pipeline computed would go unused. Call "
                 "the model, once."
             )
-
-    def _wrong_call(self, step: str, difference: str, inputs: Mapping[str, Tensor]) -> str:
-        return (
-            f"{step} calls {type(self._model).__name__} {difference}, but in a pipeline the micro-batch has gone "
-            f"through the stages already, once, with {' and '.join(inputs)} of the batch. Call the model once with "
-            "these; change them in on_after_batch_transfer, or choose others in a method pipeline_batch(batch)."
-        )
 
     def _run(self, part: str, inputs: Any) -> Any:
         named = self._named(inputs)
@@ -304,7 +302,7 @@ def _part_runner(base: PreTrainedModel, has_weights: HasWeights) -> PartRunner:
 
 
 def _beside(module: nn.Module, base: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what there is on the way from a module to the model's base, from the outside to the inside."""
+    """Yield the modules beside the model's base, and beside each module around it, from the outside to the inside."""
     parts = base.split(".")
     for depth, inside in enumerate(parts):
         owner = ".".join(parts[:depth])
@@ -340,7 +338,7 @@ def _by_name(base: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _difference(given: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> str:
-    """Say in which arguments a call differs from what went into the pipeline; empty if in none."""
+    """Describe in which arguments a call differs from what went into the pipeline; empty if in none."""
     asked = {name: value for name, value in given.items() if value is not False}
     more, less = sorted(asked.keys() - inputs.keys()), sorted(inputs.keys() - asked.keys())
     if more:

@@ -1,4 +1,4 @@
-"""What a checkpoint tells of its transformers models, so that a folder for `from_pretrained` can be made of it.
+"""What a checkpoint records of its transformers models, so that a folder for `from_pretrained` can be made of it.
 
 It is one entry of Lightning's dictionary. It holds JSON texts and the bytes of the tokenizer's files: torch loads it
 with `weights_only=True`.
@@ -96,7 +96,7 @@ class BaseRecord:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """All that a checkpoint tells of its models.
+    """All that a checkpoint records of its models.
 
     Attributes:
         models: those of the LightningModule.
@@ -127,7 +127,11 @@ class CheckpointRecord:
         try:
             read = json.loads(entry["record"])
             base = None if read["base"] is None else BaseRecord(**read["base"])
-            record = CheckpointRecord(tuple(_model(**each) for each in read["models"]), base, dict(entry["tokenizer"]))
+            models = []
+            for each in read["models"]:
+                adapters = each.pop("adapters")
+                models.append(ModelRecord(**each, adapters=None if adapters is None else AdapterRecord(**adapters)))
+            record = CheckpointRecord(tuple(models), base, dict(entry["tokenizer"]))
             _require_harmless(record)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointFormatError(
@@ -137,12 +141,8 @@ class CheckpointRecord:
         return record
 
 
-def _model(adapters: dict[str, Any] | None, **fields: Any) -> ModelRecord:
-    return ModelRecord(**fields, adapters=None if adapters is None else AdapterRecord(**adapters))
-
-
 def _require_harmless(record: CheckpointRecord) -> None:
-    """Refuse names that lead out of a folder, and values that are none of a record's."""
+    """Refuse names that lead out of a folder, and values of types that a record does not have."""
     adapters = [name for each in record.models if each.adapters is not None for name in each.adapters.configs]
     for name in (*record.tokenizer, *adapters):
         if not isinstance(name, str) or not is_component(name):
@@ -163,8 +163,8 @@ def record_models(module: nn.Module) -> tuple[ModelRecord, ...]:
 def _record(name: str, model: PreTrainedModel, wrappers: Mapping[str, Any]) -> ModelRecord:
     source = source_of(model)
     generation = model.generation_config.to_json_string() if model.can_generate() else None
-    around = next((outer for outer, each in wrappers.items() if each.get_base_model() is model), None)
-    configs = {} if around is None else {key: _plain(each) for key, each in wrappers[around].peft_config.items()}
+    wrapper = next((outer for outer, each in wrappers.items() if each.get_base_model() is model), None)
+    configs = {} if wrapper is None else {key: _plain(each) for key, each in wrappers[wrapper].peft_config.items()}
     return ModelRecord(
         prefix=name,
         kind=library_class(model),
@@ -172,7 +172,7 @@ def _record(name: str, model: PreTrainedModel, wrappers: Mapping[str, Any]) -> M
         generation_config=generation,
         source=(model.name_or_path or "") if source is None else source.name,
         revision=commit_of(model) if source is None else source.revision,
-        adapters=None if around is None else AdapterRecord(around, configs),
+        adapters=None if wrapper is None else AdapterRecord(wrapper, configs),
     )
 
 

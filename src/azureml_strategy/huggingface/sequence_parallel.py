@@ -99,7 +99,8 @@ class SharedSequences:
     def _around_stock(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Return an attention function that has all tokens of some heads, and the one that makes its masks."""
         group, own_config = self._group, copy.copy(self._model.config.get_text_config())
-        kind, me = type(self._model).__name__, weakref.ref(self)  # the registry forgets nothing, so it must not hold us
+        # The registry never drops a function, so the function must not keep this object alive.
+        kind, me = type(self._model).__name__, weakref.ref(self)
         stock, stock_mask = stock_attention(self._attention)
 
         def attention(
@@ -183,8 +184,18 @@ class SharedSequences:
         return {**inputs, "position_ids": places}
 
     def _refuse(self, inputs: Mapping[str, Any]) -> None:
-        needs_all = [name for name in _NEEDS_ALL if not _is_off(inputs.get(name))]
-        needs_all += [name for name, value in inputs.items() if self._is_unknown(name, value)]
+        given = {name: inputs.get(name) for name in _NEEDS_ALL}
+        # None, False and 0 switch such an argument off.
+        needs_all = [
+            name for name, value in given.items() if value is not None and not (isinstance(value, int) and value == 0)
+        ]
+        # Of an argument that is not known here, a tensor may have an entry for each token.
+        known = (*_BY_TOKEN, *_LABELS_AND_MASK, *_NEEDS_ALL)
+        needs_all += [
+            name
+            for name, value in inputs.items()
+            if name not in known and isinstance(value, Tensor) and value.dim() > 1
+        ]
         if needs_all:
             raise PretrainedModelError(
                 f"The model was called with {', '.join(needs_all)}, which may need all tokens on one rank, "
@@ -210,11 +221,6 @@ class SharedSequences:
                 f"{padded - self._group.size} tokens."
             )
 
-    def _is_unknown(self, name: str, value: Any) -> bool:
-        """Whether an argument may have an entry for each token, and nothing is known of it."""
-        known = name in (*_BY_TOKEN, *_LABELS_AND_MASK, *_NEEDS_ALL)
-        return not known and isinstance(value, Tensor) and value.dim() > 1
-
     def _join(self, called: nn.Module, args: object, outputs: Any) -> Any:
         """Make the loss and the logits those of the whole sequence."""
         if self._outermost is not called:
@@ -230,7 +236,7 @@ class SharedSequences:
 
 
 class _LayerAsConfigured:
-    """An attention layer with the configuration of before: flash attention chooses its kernel by the name in it."""
+    """An attention layer with its original configuration: flash attention chooses its kernel by the name in that."""
 
     def __init__(self, layer: nn.Module, config: PreTrainedConfig) -> None:
         self._layer = layer
@@ -241,7 +247,7 @@ class _LayerAsConfigured:
 
 
 def _check(model: PreTrainedModel) -> None:
-    """Refuse what would be wrong in silence: all that mixes tokens, or counts them, outside of causal attention."""
+    """Refuse models that would silently compute something else: they mix or count tokens outside causal attention."""
     reasons = _reasons(model, model.config.get_text_config())
     reasons += [f"config.{name}=True needs all tokens on one rank" for name in recorded_outputs(model)]
     if reasons:
@@ -299,7 +305,3 @@ def _rotations(text: Any) -> set[str]:
     parameters = getattr(text, "rope_parameters", None) or {}
     by_layer = [each for each in parameters.values() if isinstance(each, Mapping)]
     return {str(each["rope_type"]) for each in (by_layer or [parameters]) if "rope_type" in each}
-
-
-def _is_off(value: Any) -> bool:
-    return value is None or (isinstance(value, int) and value == 0)

@@ -46,7 +46,13 @@ class Source:
         index = self.folder / _INDEX
         if not index.is_file():
             if not (self.folder / _WHOLE).is_file():
-                raise PretrainedModelError(_no_safetensors(self))
+                others = sorted(file.name for file in self.folder.glob("*.bin"))[:_SHOWN]
+                found = f"it holds {', '.join(others)}" if others else "it holds no weights that are known here"
+                raise PretrainedModelError(
+                    f"{self.name} has no {_WHOLE}: {found}. Only safetensors can be read in parts. Convert it once, in "
+                    "one process: AutoModel.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER), with the class that "
+                    "you train."
+                )
             return [self.folder / _WHOLE]
         try:
             named = set(json.loads(index.read_text())["weight_map"].values())
@@ -147,20 +153,7 @@ def _download_registered(text: str) -> Path:
                     "and that the job's identity may read the workspace."
                 ) from error
             done.touch()
-    return _only_model(folder, text)
-
-
-def _only_model(folder: Path, text: str) -> Path:
     configs = sorted(folder.rglob("config.json"), key=lambda file: len(file.parts))
     if not configs:
         raise PretrainedModelError(f"{text} holds no config.json, so it is no model of transformers.")
     return configs[0].parent
-
-
-def _no_safetensors(source: Source) -> str:
-    others = sorted(file.name for file in source.folder.glob("*.bin"))[:_SHOWN]
-    found = f"it holds {', '.join(others)}" if others else "it holds no weights that are known here"
-    return (
-        f"{source.name} has no {_WHOLE}: {found}. Only safetensors can be read in parts. Convert it once, in one "
-        "process: AutoModel.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER), with the class that you train."
-    )

@@ -1,4 +1,4 @@
-"""Loads a pretrained model under ZeRO-3: built cut, then filled from safetensors files one tensor at a time."""
+"""Loads a pretrained model under ZeRO-3: built in parts, then filled from safetensors files one tensor at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from safetensors import safe_open
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# What torch and transformers ask of a tensor without a need for its values.
+# What torch and transformers read of a tensor without needing its values.
 _FACTS = {"shape", "dtype", "ndim", "size", "dim", "numel", "is_floating_point", "layout", "__hash__", "requires_grad"}
 
 
@@ -27,7 +27,7 @@ def load_under_zero_3(
 ) -> PreTrainedModel:
     """Build a model under `deepspeed.zero.Init` and read its weights from files. All ranks call it.
 
-    Rank 0 reads each weight once and hands it out; the other ranks read the files' headers alone. A rank never holds
+    Rank 0 reads each weight once and broadcasts it; the other ranks read only the files' headers. A rank never holds
     more than its part of the model, one whole weight and the inputs of one conversion. Renaming, conversion, tying and
     the initialisation of weights that the files lack are those of `from_pretrained`.
 
@@ -51,7 +51,7 @@ def load_under_zero_3(
 
 @contextmanager
 def _raised_on_all_ranks() -> Iterator[None]:
-    """Raise on all ranks what transformers finds wrong with the weights. Rank 0 alone compares them."""
+    """Raise errors of the weights on all ranks: only rank 0 compares them with the model."""
     error: RuntimeError | None = None
     try:
         yield
