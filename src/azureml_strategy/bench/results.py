@@ -168,7 +168,7 @@ def read_results(content: Mapping[str, Any]) -> Results:
 
 
 def _missing(results: Results) -> list[str]:
-    """Measurements that the benchmark has made, and that are not there or are no numbers."""
+    """The measurements that a complete file has and this one lacks, or has without a number."""
     measured = results.measured
     if isinstance(measured, Pairs):
         found = measured.bandwidths.bus_bandwidth

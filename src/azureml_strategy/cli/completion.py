@@ -60,7 +60,7 @@ def complete(parser: argparse.ArgumentParser, own_parsers: Mapping[str, Callable
 
 
 def _intermixed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Let argcomplete, which calls `parse_known_args`, see words on both sides of an option as the verb does."""
+    """Make the parser accept words on both sides of an option for argcomplete, which calls `parse_known_args`."""
     plain = parser.parse_known_args
 
     def parse(words: Sequence[str], namespace: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:
@@ -74,7 +74,7 @@ def _intermixed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def candidates(
     prefix: str, action: argparse.Action, parser: argparse.ArgumentParser, parsed_args: argparse.Namespace
 ) -> Iterable[str]:
-    """What a word of an argument may become, told by the argument's metavar; a completer of argcomplete.
+    """The completions of a word of an argument, by the argument's metavar; a completer of argcomplete.
 
     `RECIPE` in it stands for a shipped recipe or a YAML file, `SCRIPT` for a Python file, `KEY=VALUE` of a positional
     for an override of a recipe, `VM_SIZE` for a size; FILE, FOLDER and PATH for a path.
@@ -109,7 +109,7 @@ def candidates(
 
 
 def overrides(prefix: str) -> Iterator[str]:
-    """Overrides that begin so: `GROUP=`, then its choices; `job.`, then its keys; and the keys of every recipe."""
+    """The overrides that may begin with a prefix: a group and its choices, a section and its keys, keys of recipes."""
     from azureml_strategy.training.recipes import config_groups
 
     group, equals, _ = prefix.partition("=")

@@ -59,7 +59,7 @@ def add_pack(group: Verbs) -> None:
 
 
 def is_packed(name: str) -> bool:
-    """Whether `data show NAME` means a folder, or an address in storage, and no data asset of the workspace."""
+    """Whether NAME of `data show` is a folder or an address in storage, rather than a data asset of the workspace."""
     from azureml_strategy.data.storage import is_remote
 
     return is_remote(name) or os.sep in name or Path(name).is_dir()

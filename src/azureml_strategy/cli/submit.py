@@ -188,11 +188,11 @@ def _print_job(plan: JobPlan, name: str | None) -> int:
     job, price, text = render_offline(plan, name)
     snapshot = plan.snapshot()
     for note in plan.notes:
-        _tell(note)
+        _print_note(note)
     if snapshot is not None:
-        _tell(". ".join(filter(None, [snapshot.describe(), snapshot.advice()])))
+        _print_note(". ".join(filter(None, [snapshot.describe(), snapshot.advice()])))
     for line in summarize(plan, job, price):
-        _tell(line)
+        _print_note(line)
     print_text(text.rstrip())
     return 0
 
@@ -212,13 +212,13 @@ def _submit(plan: JobPlan, options: argparse.Namespace) -> int:
     from azureml_strategy.jobs.follow import follow_job
     from azureml_strategy.jobs.submit import submit_plan
 
-    job = submit_plan(plan, workspace=workspace_of(options), name=options.name, tell=_tell)
+    job = submit_plan(plan, workspace=workspace_of(options), name=options.name, tell=_print_note)
     print_text(f"{job.name}\n{job.studio_url}")
     if not options.follow:
         return 0
     return 0 if follow_job(job) == "Completed" else 1
 
 
-def _tell(line: str) -> None:
+def _print_note(line: str) -> None:
     """Print to standard error, so that standard output stays pure YAML, or a name and an address."""
     print(line, file=sys.stderr)

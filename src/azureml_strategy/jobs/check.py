@@ -56,22 +56,22 @@ def check_submission(plan: JobPlan, workspace: WorkspaceSettings | None = None) 
     """
     job = build_job(plan, None)
     client = connect((workspace or WorkspaceSettings()).over(plan.job.workspace.settings()))
-    signed_in = _asked("login", _sign_in)
+    signed_in = _ask("login", _sign_in)
     yield signed_in
     if not signed_in.fits:
         return
-    found = _asked("workspace", lambda: _workspace(client))
+    found = _ask("workspace", lambda: _workspace(client))
     yield found
     if not found.fits:
         return
     if job.compute:
-        yield _asked("compute", lambda: _compute(plan, client, str(job.compute).removeprefix("azureml:")))
-    yield _asked("quota", lambda: _quota(plan, client))
-    yield _asked("data", lambda: _data(plan, client))
-    yield _asked("image", lambda: _image(job.environment, client))
+        yield _ask("compute", lambda: _compute(plan, client, str(job.compute).removeprefix("azureml:")))
+    yield _ask("quota", lambda: _quota(plan, client))
+    yield _ask("data", lambda: _data(plan, client))
+    yield _ask("image", lambda: _image(job.environment, client))
 
 
-def _asked(what: str, ask: Callable[[], str | Finding]) -> Finding:
+def _ask(what: str, ask: Callable[[], str | Finding]) -> Finding:
     """The answer to one question as a finding; an error of Azure is a finding that the job cannot start."""
     try:
         with service_errors():

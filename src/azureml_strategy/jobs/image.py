@@ -78,7 +78,7 @@ def build_folder(base_image: str | None = None) -> Path:
 
 @functools.cache  # a sweep renders many jobs, and the package does not change meanwhile
 def _build_folder(cache: Path, base_image: str | None) -> Path:
-    """The folder for one place of the cache, which is a part of the key."""
+    """Write the build context below one folder of the cache, which is an argument so that it is part of the key."""
 
     def fill(folder: Path) -> None:
         for name in _SHIPPED:

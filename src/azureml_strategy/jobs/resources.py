@@ -88,10 +88,12 @@ def check_nodes(size: VMSize, nodes: int, *, allowed: bool, option: str) -> None
     """
     if nodes <= 1 or size.infiniband or size.gpus == 0 or allowed:
         return
+    connected = [each.name for each in offered_sizes() if each.gpu_model == size.gpu_model and each.infiniband]
+    instead = f"With InfiniBand there is {', '.join(connected)}." if connected else "Use one node."
     without = "its InfiniBand is no SR-IOV device" if size.hcas else "it has no InfiniBand"
     raise JobError(
         f"{nodes} nodes of {size.name} would exchange gradients over Ethernet: {without}, and training then waits for "
-        f"the network most of the time. {scale_up_advice(size, nodes) or _with_infiniband(size)} If you know that the "
+        f"the network most of the time. {scale_up_advice(size, nodes) or instead} If you know that the "
         f"model exchanges little, confirm with {option}."
     )
 
@@ -114,11 +116,6 @@ def scale_up_advice(size: VMSize, nodes: int) -> str | None:
         f"Scale up before you scale out: {largest.name} has {largest.gpus} {largest.gpu_model} GPUs in one node, "
         f"where {size.name} has {size.gpus}."
     )
-
-
-def _with_infiniband(size: VMSize) -> str:
-    same = [each.name for each in offered_sizes() if each.gpu_model == size.gpu_model and each.infiniband]
-    return f"With InfiniBand there is {', '.join(same)}." if same else "Use one node."
 
 
 def compute_name(size: VMSize, tier: str) -> str:

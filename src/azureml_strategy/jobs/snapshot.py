@@ -148,7 +148,13 @@ def list_snapshot(folder: str) -> Snapshot:
     if not files:
         raise JobError(f"job.code is {folder}, which holds no file, or only such as its .amlignore or we leave out.")
     for name, path in files.items():
-        _check_readable(folder, name, path)
+        if not os.access(path, os.R_OK):
+            where = os.path.join(folder, name)
+            link = f"is a link to {os.readlink(where)}, which is not there" if os.path.islink(where) else None
+            raise JobError(
+                f"{where} {link or 'cannot be read'}, so that no job was made. Mend it, remove it, or name it in "
+                f"{folder}/.amlignore."
+            )
     secrets = tuple(sorted(_walk(folder, LeftOut(folder, secrets=False)).keys() - files.keys()))
     return Snapshot(folder, tuple(files), sum(map(os.path.getsize, files.values())), secrets)
 
@@ -176,11 +182,3 @@ def _walk(folder: str, rules: Any) -> dict[str, str]:
     except (OSError, RuntimeError) as error:  # pathlib raises RuntimeError for a cycle of links
         raise JobError(f"job.code is {folder}, which cannot be read: {error}. Remove the link, or mend it.") from error
     return {name: path for path, name in pairs}
-
-
-def _check_readable(folder: str, name: str, path: str) -> None:
-    if os.access(path, os.R_OK):
-        return
-    where = os.path.join(folder, name)
-    what = f"is a link to {os.readlink(where)}, which is not there" if os.path.islink(where) else "cannot be read"
-    raise JobError(f"{where} {what}, so that no job was made. Mend it, remove it, or name it in {folder}/.amlignore.")

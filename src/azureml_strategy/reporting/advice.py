@@ -34,7 +34,7 @@ def verdict_of(record: RunRecord) -> Verdict:
 
 
 def facts_of(record: RunRecord) -> RunFacts:
-    """What a run tells about itself, for its verdict."""
+    """The facts by which a run is judged, from what it logged."""
     workers = record.param("data/num_workers", "num_workers")
     slow, share = _slow_ranks(record)
     steps = record.metric("summary/steps")
@@ -69,7 +69,7 @@ def _is_on_one_machine(record: RunRecord) -> bool:
 
 
 def _settings(record: RunRecord) -> frozenset[str]:
-    """What a recipe had set already of what a verdict may advise."""
+    """The settings that a verdict may advise and that the run's recipe had set already."""
     places = zip(("data", "checkpoint", "strategy", "strategy"), SETTINGS, strict=True)
     return frozenset(name for place, name in places if record.param(f"{place}/{name}") not in ("", "False", "None"))
 
@@ -83,8 +83,10 @@ def _keys(record: RunRecord) -> frozenset[str] | None:
 def _slow_ranks(record: RunRecord) -> tuple[tuple[str, ...], float]:
     """The ranks that were slow again and again, and the part of a step for which the others waited for them."""
     windows = [window for each in record.ranks for window in each.windows]
-    seen = Counter(rank for window in windows for rank in _mapping(window.get("slow")))
-    slow = [rank for rank, times in seen.most_common(_SHOWN_RANKS) if times >= max(2, _SLOW_WINDOWS * len(windows))]
+    times_slow = Counter(rank for window in windows for rank in _mapping(window.get("slow")))
+    slow = [
+        rank for rank, times in times_slow.most_common(_SHOWN_RANKS) if times >= max(2, _SLOW_WINDOWS * len(windows))
+    ]
     step_s = record.metric("summary/step_time_median_s", "throughput/step_time_median_s")
     waits = [_lag_s(window) for window in windows if any(rank in _mapping(window.get("slow")) for rank in slow)]
     if not slow or not waits or not step_s:

@@ -128,9 +128,10 @@ def plain(text: str, length: int = 60) -> str:
 def drawing(
     width: float = WIDTH, height: float = HEIGHT, left: Sequence[str] = ("000,000",), right: Sequence[str] = ()
 ) -> Iterator[tuple[Figure, Callable[[str], str]]]:
-    """A figure in the page's style, and the function that gives it as an `svg` element with a title.
+    """Yield a figure in the page's style, and a function that returns it as an `svg` element with a given title.
 
-    Matplotlib's own layout would draw each figure twice more to find out how long its texts are.
+    The margins are computed here from the lengths of the texts. Matplotlib's own layout would draw each figure twice
+    more to measure them.
 
     Args:
         width: in inches of 72 units.
@@ -238,7 +239,7 @@ def line_chart(
 
 
 def _clipped(series: Series) -> Series:
-    """A series whose values matplotlib can reckon with: the range of an axis must be a number too."""
+    """The series with values small enough for matplotlib, which computes the range of an axis from them."""
     import numpy as np
 
     clipped = {name: np.clip(getattr(series, name), -_LARGEST, _LARGEST) for name in ("means", "lows", "highs")}
@@ -246,7 +247,7 @@ def _clipped(series: Series) -> Series:
 
 
 def _axis_unit(over: str, largest: float) -> tuple[float, str]:
-    """What to divide places on an axis by, and what the axis then shows."""
+    """The factor by which places on the horizontal axis are divided, and the unit that the axis then has."""
     if over == "step":
         return 1.0, "step"
     length, unit = next((each for each in _TIME_UNITS if largest >= 2 * each[0]), _TIME_UNITS[-1])

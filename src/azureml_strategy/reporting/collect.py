@@ -162,7 +162,7 @@ class RunRecord:
         return {name: series for name, series in named.items() if series is not None and series.points}
 
     def _of_windows(self, name: str, power: int) -> float:
-        """The mean over all windows of a share to a power. A window with none of it may have left it out."""
+        """The mean over all windows of a share to a power. A window that did not log the share counts as zero."""
         series = self._windows[name]
         points = max(each.points for each in self._windows.values())
         return float((series.means**power * series.counts).sum() / points)
@@ -293,7 +293,7 @@ def _note_unread(unread: list[str], file: str, lost: int, of: int, what: str) ->
 
 
 def _readable_window(given: dict[str, Any]) -> dict[str, Any]:
-    """A window of which only what can be read is left."""
+    """The window without slow ranks or seconds that cannot be read."""
     slow, seconds = given.get("slow"), given.get("compute_s")
     readable = isinstance(seconds, list) and all(map(_is_number, seconds))
     return {**given, "slow": slow if isinstance(slow, dict) else {}, "compute_s": seconds if readable else []}
@@ -304,7 +304,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _read_network(text: str | None, unread: list[str]) -> dict[str, Any]:
-    """What `network.json` says of each node; of settings, those that can be read."""
+    """The content of `network.json`, without nodes and settings that cannot be read."""
     content = redact("", _mapping(text))
     given = content.get("nodes")
     nodes = [dict(each) for each in _dicts(given)]

@@ -52,7 +52,7 @@ def compare_page(records: Sequence[RunRecord]) -> Page:
 
 
 def _left_out(records: Sequence[RunRecord], names: Sequence[str], drawn: dict[str, RunRecord]) -> Iterator[str]:
-    """What of the runs is not on the page."""
+    """The notes about runs and metrics that are not on the page."""
     if len(names) > len(drawn):
         yield f"Charts show {len(drawn)} of {len(names)} runs, and not {', '.join(names[len(drawn) :])}."
     for what, all_of, most in (("charts", _shared(drawn), _MOST_CHARTS), ("figures", _own(records), _MOST_OWN)):
@@ -119,7 +119,7 @@ def _figures(records: Sequence[RunRecord]) -> list[list[str]]:
 
 
 def _own(records: Sequence[RunRecord]) -> list[str]:
-    """The metrics of validation."""
+    """The names of all validation metrics."""
     return sorted({name for record in records for name in record.series if name.startswith("val")})
 
 

@@ -179,9 +179,9 @@ def _rank_name(record: RunRecord, rank: int) -> str:
 
 def _slow_ranks(record: RunRecord) -> Iterator[tuple[str, str, str]]:
     windows = [window for each in record.ranks for window in each.windows]
-    seen = [(str(rank), str(at)) for window in windows for rank, at in dict(window.get("slow") or {}).items()]
-    for rank, times in Counter(rank for rank, _ in seen).most_common(8):
-        at = Counter(place for each, place in seen if each == rank).most_common(1)[0][0]
+    slow = [(str(rank), str(at)) for window in windows for rank, at in dict(window.get("slow") or {}).items()]
+    for rank, times in Counter(rank for rank, _ in slow).most_common(8):
+        at = Counter(place for each, place in slow if each == rank).most_common(1)[0][0]
         yield describe_rank(record.ranks[-1], rank), f"{times} of {len(windows)} windows", at
 
 

@@ -114,7 +114,7 @@ def plot(scaling: Scaling, title: str) -> bytes:
 
 
 def panels(scaling: Scaling) -> dict[str, Callable[[Axes], None]]:
-    """What draws each panel of the picture, by its title; each over the number of devices."""
+    """The functions that draw the panels of the picture, by title; each panel is over the number of devices."""
     draws = {"Throughput": _draw_throughput, "Scaling efficiency": _draw_efficiency}
     if scaling.currency:
         draws["Cost"] = _draw_cost
