@@ -17,7 +17,7 @@ from tests.training.conftest import COMMAND, TINY, Compose, files, run, the_run
 
 from azureml_strategy.training.checks import check_config
 from azureml_strategy.training.recipes import RecipeError
-from azureml_strategy.training.run import _whole
+from azureml_strategy.training.run import _all_sections
 from azureml_strategy.training.run_page import config_text
 
 RECIPE = """\
@@ -81,7 +81,7 @@ def test_a_job_s_run_keeps_its_name(store: MlflowClient) -> None:
 
 def test_a_section_that_cannot_be_resolved_is_recorded_as_written() -> None:
     config = OmegaConf.create({"model": {"lr": "${vars.lr}"}, "vars": {"lr": 0.1}, "job": {"name": "${nowhere}"}})
-    assert config_text(_whole(config)) == "model:\n  lr: 0.1\nvars:\n  lr: 0.1\njob:\n  name: ${nowhere}\n"
+    assert config_text(_all_sections(config)) == "model:\n  lr: 0.1\nvars:\n  lr: 0.1\njob:\n  name: ${nowhere}\n"
 
 
 def scalars(folder: str) -> dict[str, list[tuple[int, float]]]:

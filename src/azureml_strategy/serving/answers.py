@@ -45,7 +45,7 @@ def answer(predictor: Predictor, method: str, body: Body) -> tuple[int, dict[str
 
 
 def _read(body: Body) -> bytes:
-    """Read a body that is not too long. The rest of a longer one is read and dropped, so that the client hears why."""
+    """Read a body. One that is too long is read to its end and dropped, or the client would not see the answer."""
     pieces, size = [], 0
     while piece := body.read(_PIECE):
         size += len(piece)

@@ -35,12 +35,12 @@ def run(mini_batch: Sequence[str]) -> list[str]:
     Raises:
         ModelFaultError: the model failed, so that Azure ML tries the mini-batch again and counts its failure.
     """
-    return [json.dumps(_row(Path(path))) for path in mini_batch]
-
-
-def _row(path: Path) -> dict[str, object]:
     assert _predictor is not None, "Azure ML calls init first"
-    try:
-        return {"file": str(path), **_predictor.predict(read_file(path, _predictor.expected))}
-    except BadInputError as error:
-        return {"file": str(path), "error": str(error)}
+    lines = []
+    for path in map(Path, mini_batch):
+        try:
+            row = {"file": str(path), **_predictor.predict(read_file(path, _predictor.expected))}
+        except BadInputError as error:
+            row = {"file": str(path), "error": str(error)}
+        lines.append(json.dumps(row))
+    return lines

@@ -176,7 +176,7 @@ def read_file(path: Path, expected: ExpectedInput) -> Tensor:
 
 
 def _read_json(body: bytes) -> Numbers:
-    # Each number but the first follows a comma or begins a list: so many values are made of the text at most.
+    # Each number but the first follows a comma or begins a list. So these counts bound the values in the text.
     lists, values = body.count(b"[") + body.count(b"{"), body.count(b",")
     if lists > _MAX_LISTS or values > _MAX_VALUES:
         raise BadInputError(
@@ -194,14 +194,7 @@ def _read_json(body: bytes) -> Numbers:
     if not isinstance(content, dict) or "data" not in content:
         kind = "an object without" if isinstance(content, dict) else f"a {type(content).__name__}, not an object with"
         raise BadInputError(f'The request is {kind} "data". Send {{"data": [SAMPLE, ...]}}.')
-    return _nested(content["data"])
-
-
-def _refuse_constant(name: str) -> Any:
-    raise BadInputError(f"The samples hold {name}. Send finite numbers only.")
-
-
-def _nested(data: Any) -> Numbers:
+    data = content["data"]
     if not isinstance(data, list):
         raise BadInputError(f'"data" is a {type(data).__name__}, but must be a list of samples: {_BY_NUMBERS}.')
     _require_numbers(data)
@@ -209,6 +202,10 @@ def _nested(data: Any) -> Numbers:
         return np.asarray(data)
     except (ValueError, OverflowError) as error:  # lists of unequal lengths, or too deep
         raise BadInputError(_RAGGED) from error
+
+
+def _refuse_constant(name: str) -> Any:
+    raise BadInputError(f"The samples hold {name}. Send finite numbers only.")
 
 
 def _require_numbers(data: list[Any]) -> None:

@@ -59,7 +59,13 @@ class Predictor:
         """
         # A deployment starts in seconds: torch.compile would take minutes, and a compiler.
         torch.compiler.set_stance("force_eager")
-        content = formats.read_file(_weights(folder), trust_pickles=False)
+        found = sorted(folder.rglob(WEIGHTS))
+        if len(found) != 1:
+            raise formats.CheckpointFormatError(
+                f"The model has {len(found)} files {WEIGHTS}, and one is needed. Register it with azureml-strategy "
+                "model register."
+            )
+        content = formats.read_file(found[0], trust_pickles=False)
         record: Mapping[str, Any] = content.get(MODULE, {})
         samples = int(os.environ.get(MAX_SAMPLES, _DEFAULT_SAMPLES))
         if str(code) not in sys.path:
@@ -154,13 +160,3 @@ def _answer(outputs: Any, samples: int) -> dict[str, Any]:
     if numbers.dim() == 2 and numbers.shape[1] > 1:
         answer = {"classes": numbers.argmax(dim=1).tolist(), **answer}
     return answer
-
-
-def _weights(folder: Path) -> Path:
-    found = sorted(folder.rglob(WEIGHTS))
-    if len(found) != 1:
-        raise formats.CheckpointFormatError(
-            f"The model has {len(found)} files {WEIGHTS}, and one is needed. Register it with azureml-strategy model "
-            "register."
-        )
-    return found[0]

@@ -29,7 +29,7 @@ from azureml_strategy.tracking import TrackingError
 from azureml_strategy.tracking.source import command_text
 from azureml_strategy.training.checks import check_overrides
 from azureml_strategy.training.console import discreet_console, tidy_console
-from azureml_strategy.training.recipes import Recipe, RecipeError, find_recipe
+from azureml_strategy.training.recipes import RecipeError, find_recipe
 from azureml_strategy.training.resolvers import register_resolvers
 from azureml_strategy.training.run import keep_secrets
 from azureml_strategy.training.sweep_table import SweepRun, print_sweep
@@ -44,11 +44,11 @@ _SEARCH_PATH_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-n
 
 
 class _Refusal(BaseException):
-    """An error that passes through Hydra, which would print a traceback and start the next job of a sweep."""
+    """Carries an error through Hydra, which would otherwise print a traceback and start the next job of a sweep."""
 
 
 def _command_to_go_on(recipe: str, arguments: Sequence[str], config: DictConfig) -> str:
-    """The command line that resumes this run, or this job of a sweep, in the same folder."""
+    """Return the command line that resumes this run, or this job of a sweep, in the same folder."""
     folder = str(Path(config.output_dir).absolute())
     if not _PLAIN.fullmatch(folder):
         folder = f"'{folder}'"  # quotes for Hydra, inside those for the shell
@@ -56,7 +56,7 @@ def _command_to_go_on(recipe: str, arguments: Sequence[str], config: DictConfig)
 
 
 def _words_to_repeat(recipe: str, arguments: Sequence[str]) -> list[str]:
-    """The words of the command line that does this run, or this job of a sweep, once more, in a folder of its own."""
+    """Return the words of the command line that repeats this run, or this job of a sweep, in a new folder."""
     options = [each for each in arguments if not is_override(each) and each not in ("-m", "--multirun")]
     kept = [
         each for each in as_typed(HydraConfig.get().overrides.task) if not each.startswith(("output_dir=", "resume="))
@@ -86,27 +86,13 @@ def _check_folder(config: DictConfig, arguments: Sequence[str]) -> None:
         folder = Path(str(OmegaConf.select(config, key))).absolute()
     except OmegaConfBaseException:  # it depends on values that only the running application knows
         return
-    there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        seen = "may not be written to" if there.is_dir() else "is no folder"
+    existing = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        problem = "may not be written to" if existing.is_dir() else "is no folder"
         raise RecipeError(
-            f"The run's output folder is {folder}, but {there} {seen}. Go to another folder, or name one: {key}=FOLDER."
+            f"The run's output folder is {folder}, but {existing} {problem}. Go to another folder, or name one: "
+            f"{key}=FOLDER."
         )
-
-
-def _check(recipe: Recipe, arguments: Sequence[str]) -> None:
-    """Refuse what can be refused before Hydra starts."""
-    if any(each.startswith(_SEARCH_PATH_FLAGS) for each in arguments):
-        return
-    config = check_overrides(recipe, [each for each in arguments if is_override(each)])
-    _check_folder(config, arguments)
-
-
-def _own_launch() -> Launch | PartialLaunch | None:
-    try:
-        return detect_ranks()
-    except LaunchError as error:
-        raise RecipeError(str(error)) from error
 
 
 def _train(
@@ -123,7 +109,7 @@ def _train(
 
     try:
         keep_secrets(config)
-        # What a strategy gives other ranks on the command line has this run's time in place of `${now:...}`.
+        # The command line that a strategy gives other ranks then has this run's time in place of `${now:...}`.
         OmegaConf.copy_cache(config, cast(Any, HydraConfig.instance().cfg))
         return train(config, command_text(_words_to_repeat(recipe, arguments)))
     except SIGTERMException:
@@ -145,18 +131,9 @@ def _train(
         raise
 
 
-def _print_sweep(runs: list[SweepRun], launch: Launch | PartialLaunch | None) -> None:
-    if not runs:
-        return
-    from azureml_strategy.training.run import speaks_for_all
-
-    if speaks_for_all(launch):
-        print_sweep(runs)
-
-
 @contextmanager
 def _noted(config: DictConfig, runs: list[SweepRun]) -> Iterator[dict[str, float]]:
-    """Note what becomes of a run, if it is one of a sweep; the block puts its metrics into what it is given."""
+    """Record how a run of a sweep ends. The context yields a dictionary, into which the block puts the metrics."""
     if HydraConfig.get().mode is not RunMode.MULTIRUN:
         yield {}
         return
@@ -172,13 +149,13 @@ def _noted(config: DictConfig, runs: list[SweepRun]) -> Iterator[dict[str, float
 
 @contextmanager
 def _command_line(arguments: Sequence[str]) -> Iterator[None]:
-    """Have Hydra read these arguments."""
-    given = sys.argv
-    sys.argv = [given[0], *arguments]
+    """Put these arguments where Hydra reads them."""
+    original = sys.argv
+    sys.argv = [original[0], *arguments]
     try:
         yield
     finally:
-        sys.argv = given
+        sys.argv = original
 
 
 def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
@@ -194,8 +171,13 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
     register_resolvers()
     arguments = with_lists(arguments)
     found = find_recipe(recipe)
-    _check(found, arguments)
-    launch, typed = _own_launch(), sys.argv
+    if not any(each.startswith(_SEARCH_PATH_FLAGS) for each in arguments):
+        _check_folder(check_overrides(found, [each for each in arguments if is_override(each)]), arguments)
+    try:
+        launch = detect_ranks()
+    except LaunchError as error:
+        raise RecipeError(str(error)) from error
+    typed = sys.argv
     runs: list[SweepRun] = []
 
     @hydra.main(version_base="1.3", config_path=None, config_name=found.name)
@@ -211,6 +193,10 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
             try:
                 application()
             finally:
-                _print_sweep(runs, launch)
+                if runs:
+                    from azureml_strategy.training.run import speaks_for_all
+
+                    if speaks_for_all(launch):
+                        print_sweep(runs)
     except _Refusal as refusal:
         raise RecipeError(str(refusal)) from refusal

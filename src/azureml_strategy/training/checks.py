@@ -60,7 +60,7 @@ def check_overrides(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
     Raises:
         RecipeError: Hydra refuses; the message names the override and its near matches.
     """
-    config = compose_recipe(recipe, _of_one_job(overrides))
+    config = compose_recipe(recipe, [one for each in overrides for one in _first_choice(each)])
     for each in overrides:
         for choice in _further_choices(each, config.hydra.runtime.choices):
             compose_recipe(recipe, [choice])
@@ -79,7 +79,13 @@ def compose_recipe(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
             config = compose(recipe.name, overrides, return_hydra_config=True)
         except _UNCOMPOSABLE as error:
             raise RecipeError(_explain(recipe, overrides, error)) from error
-        _check_sections(recipe, config)
+        missing = [name for name in _NEEDED if config.get(name) is None]
+        if missing:
+            raise RecipeError(
+                f"Recipe {recipe.name!r} has no {' and no '.join(missing)}.{_hiding(recipe)} A recipe starts from "
+                "another one: write `defaults: [base_run, _self_]` at its top, or a shipped recipe's name in place of "
+                "base_run; `azureml-strategy recipes` lists them."
+            )
         return config
 
 
@@ -104,18 +110,8 @@ def _initialized(folder: str | None) -> AbstractContextManager[None]:
     return initialize_config_module("azureml_strategy.recipes", version_base="1.3")
 
 
-def _check_sections(recipe: Recipe, config: DictConfig) -> None:
-    missing = [name for name in _NEEDED if config.get(name) is None]
-    if missing:
-        raise RecipeError(
-            f"Recipe {recipe.name!r} has no {' and no '.join(missing)}.{_hiding(recipe)} A recipe starts from another "
-            "one: write `defaults: [base_run, _self_]` at its top, or a shipped recipe's name in place of base_run; "
-            "`azureml-strategy recipes` lists them."
-        )
-
-
 def _hiding(recipe: Recipe) -> str:
-    """A hint about files of the user that take the place of ours."""
+    """Return a hint about files of the user that Hydra takes in place of ours."""
     hidden = hidden_by(recipe.folder) if recipe.folder else []
     if not hidden:
         return ""
@@ -125,12 +121,8 @@ def _hiding(recipe: Recipe) -> str:
     )
 
 
-def _of_one_job(overrides: Sequence[str]) -> list[str]:
-    """The overrides of a sweep's first job, without those that only the sweeper can expand, such as `glob(*)`."""
-    return [one for each in overrides for one in _first_choice(each)]
-
-
 def _first_choice(text: str) -> list[str]:
+    """Return an override as a sweep's first job has it; none if only the sweeper can expand it, such as `glob(*)`."""
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -143,7 +135,7 @@ def _first_choice(text: str) -> list[str]:
 
 
 def _further_choices(text: str, groups: Container[str]) -> list[str]:
-    """The overrides by all choices of a swept group but the first; none where it is no group, or a `glob(*)`."""
+    """Return overrides for all choices of a swept group but the first; none if it is no group, or a `glob(*)`."""
     override = OverridesParser.create().parse_override(text)
     key = override.get_key_element()
     if key not in groups or not override.is_discrete_sweep() or isinstance(override.value(), Glob):
@@ -182,7 +174,7 @@ def _check_trainer(trainer: DictConfig) -> None:
 
 
 def _check_library(path: str, node: dict[str, Any]) -> None:
-    """Lightning's loggers would say only what is missing, and only after model and data are made."""
+    """Refuse a logger whose library is missing. Lightning would do so only after model and data are made."""
     libraries = _LIBRARIES.get(str(node["_target_"]).rpartition(".")[2], ())
     if libraries and not any(map(find_spec, libraries)):
         advice = missing_extra(ModuleNotFoundError(name=libraries[0]))
@@ -224,7 +216,10 @@ def _explain(recipe: Recipe, overrides: Sequence[str], error: Exception) -> str:
         again = _hiding(recipe) or " Look at the `defaults` of its files."
         return f"Recipe {recipe.name!r} cannot be composed: a file starts from itself.{again}"
     words = str(error).split("\nSee ")[0].strip()
-    plain = compose(recipe.name) if _composes(recipe) else OmegaConf.create()
+    try:
+        plain = compose(recipe.name)
+    except _UNCOMPOSABLE:
+        plain = OmegaConf.create()
     known = list(_keys(plain))
     for override in OverridesParser.create().parse_overrides([each for each in overrides if "=" in each]):
         near = _near_override(override, known)
@@ -244,14 +239,6 @@ def _near_override(override: Override, known: list[str]) -> str:
     if override.is_add() or override.is_force_add() or key in known or key.startswith("hydra."):
         return ""
     return near_matches(key, known)
-
-
-def _composes(recipe: Recipe) -> bool:
-    try:
-        compose(recipe.name)
-    except _UNCOMPOSABLE:
-        return False
-    return True
 
 
 def _keys(node: Any, path: str = "") -> Iterator[str]:

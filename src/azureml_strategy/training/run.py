@@ -84,54 +84,48 @@ def keep_secrets(config: DictConfig) -> None:
     if job.mode is RunMode.MULTIRUN:
         files += Path(job.sweep.dir).glob("multirun.yaml")
     for file in files:
-        _hide_secrets_in(file)
-
-
-def _hide_secrets_in(file: Path) -> None:
-    given = yaml.safe_load(file.read_text(encoding="utf-8"))
-    shown = redact("", given)
-    if shown == given:
-        return
-    whole = file.with_name(f".{file.name}.{os.getpid()}")
-    whole.write_text(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    whole.replace(file)  # atomic, because the other jobs of a sweep read and write the same file
+        original = yaml.safe_load(file.read_text(encoding="utf-8"))
+        redacted = redact("", original)
+        if redacted != original:
+            scratch = file.with_name(f".{file.name}.{os.getpid()}")
+            scratch.write_text(yaml.safe_dump(redacted, sort_keys=False, allow_unicode=True), encoding="utf-8")
+            scratch.replace(file)  # atomic, because the other jobs of a sweep read and write the same file
 
 
 def _resolved(config: DictConfig, names: list[str]) -> dict[str, Any]:
-    with _asked_environment() as asked:
-        return {name: _recorded(config, name, asked) for name in names}
+    variables: list[str] = []
+
+    def noting_env(key: str, *default: Any) -> Any:
+        variables.append(key)
+        return oc.env(key, *default)
+
+    OmegaConf.register_new_resolver("oc.env", noting_env, replace=True)
+    try:
+        return {name: _recorded(config, name, variables) for name in names}
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
-def _recorded(node: DictConfig | ListConfig, key: Any, asked: list[str]) -> Any:
-    """The value of one key: resolved, unless that reads an environment variable."""
+def _recorded(node: DictConfig | ListConfig, key: Any, variables: list[str]) -> Any:
+    """Return the value of one key: resolved, unless that reads an environment variable.
+
+    Args:
+        node: holds the key.
+        key: of the value.
+        variables: the resolver `oc.env` appends the names of the variables that it reads.
+    """
     if OmegaConf.is_missing(node, key):
         return "???"
-    asked.clear()
+    variables.clear()
     value = node[key]
-    if asked:
+    if variables:
         raw: Any = OmegaConf.to_container(node, resolve=False)
         return raw[key]
     if isinstance(value, DictConfig):
-        return {str(name): _recorded(value, name, asked) for name in value}
+        return {str(name): _recorded(value, name, variables) for name in value}
     if isinstance(value, ListConfig):
-        return [_recorded(value, index, asked) for index in range(len(value))]
+        return [_recorded(value, index, variables) for index in range(len(value))]
     return value
-
-
-@contextmanager
-def _asked_environment() -> Iterator[list[str]]:
-    """Collect the names of the variables that interpolations read inside the context."""
-    asked: list[str] = []
-
-    def ask(key: str, *default: Any) -> Any:
-        asked.append(key)
-        return oc.env(key, *default)
-
-    OmegaConf.register_new_resolver("oc.env", ask, replace=True)
-    try:
-        yield asked
-    finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
 def train(config: DictConfig, command: str | None = None) -> dict[str, float]:
@@ -163,8 +157,11 @@ def train(config: DictConfig, command: str | None = None) -> dict[str, float]:
     chosen = checkpoint_to_resume(config.resume, Path(config.output_dir))
     trainer = _trainer(config, chosen, launch)
     _begin_record(trainer, config, command)
+    job = read_job()
+    # A previous attempt may have logged steps that this one repeats, even if it left no checkpoint.
+    repeats = chosen is not None or (config.resume in (AUTO, ANY) and job is not None and job.attempt > 0)
     for logger in trainer.loggers:
-        if isinstance(logger, JobMLFlowLogger) and _repeats(chosen, config.resume):
+        if isinstance(logger, JobMLFlowLogger) and repeats:
             logger.continue_run()
     with _own_processes(trainer), children_resume_from(chosen), _ended_record(trainer):
         try:
@@ -186,7 +183,7 @@ def _begin_record(trainer: Trainer, config: DictConfig, command: str | None) -> 
         if isinstance(logger, (JobMLFlowLogger, JobWandbLogger)):
             logger.suggest(name, tags)
         if isinstance(logger, JobMLFlowLogger):
-            logger.log_text(config_text(_whole(config)), ARTIFACT)
+            logger.log_text(config_text(_all_sections(config)), ARTIFACT)
         logger.log_hyperparams(params)
 
 
@@ -203,8 +200,8 @@ def _ended_record(trainer: Trainer) -> Iterator[None]:
                 logger.close(failed)
 
 
-def _whole(config: DictConfig) -> dict[str, Any]:
-    """All sections as `hyperparameters` has them; one that cannot be resolved, which nothing reads, is as written."""
+def _all_sections(config: DictConfig) -> dict[str, Any]:
+    """Return all sections as `hyperparameters` does. One that cannot be resolved is returned as written."""
     whole: dict[str, Any] = {}
     for name in map(str, config):
         try:
@@ -213,12 +210,6 @@ def _whole(config: DictConfig) -> dict[str, Any]:
             raw: Any = OmegaConf.to_container(config, resolve=False)
             whole[name] = raw[name]
     return whole
-
-
-def _repeats(chosen: Path | None, resume: str) -> bool:
-    """Whether a previous attempt may have logged steps that this one repeats, even if it left no checkpoint."""
-    job = read_job()
-    return chosen is not None or (resume in (AUTO, ANY) and job is not None and job.attempt > 0)
 
 
 def _trainer(config: DictConfig, chosen: Path | None, launch: Launch | None) -> Trainer:
@@ -231,8 +222,8 @@ def _trainer(config: DictConfig, chosen: Path | None, launch: Launch | None) -> 
             strategy=strategy,
             logger=loggers or False,
             callbacks=[
-                _Started(),
-                _CheckpointPlace(),
+                _ForgetMessageToChildren(),
+                _LogCheckpointFolder(),
                 *callbacks,
                 *_termination(launch),
                 ElasticRestart(chosen, config.global_batch),
@@ -253,7 +244,7 @@ def _trainer(config: DictConfig, chosen: Path | None, launch: Launch | None) -> 
 
 
 def _tell_defaults(config: DictConfig, callbacks: list[Callback]) -> None:
-    """Tell a JobCheckpoint that its monitor is a recipe's of ours, which the user's model need not log."""
+    """Tell a JobCheckpoint whether its monitor is one of our recipes', which the user's model need not log."""
     written, monitor = written_keys(), OmegaConf.select(config, "checkpoint.monitor", throw_on_missing=False)
     for each in callbacks:
         if isinstance(each, JobCheckpoint) and each.monitor == monitor:
@@ -261,7 +252,7 @@ def _tell_defaults(config: DictConfig, callbacks: list[Callback]) -> None:
 
 
 def _termination(launch: Launch | None) -> list[Callback]:
-    """The callback that stops a run on Ctrl-C as well, unless this is a distributed job.
+    """Return the callback that also stops a run on Ctrl-C, unless this is a distributed job.
 
     Every Trainer of a distributed job has such a callback by itself.
     """
@@ -293,16 +284,16 @@ def speaks_for_all(launch: Launch | PartialLaunch | None) -> bool:
     return launch.rank == 0 if launch is not None else os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-class _Started(Callback):
-    """Ends what is said to the processes that the strategy starts: they have read it."""
+class _ForgetMessageToChildren(Callback):
+    """Removes the message to the processes that the strategy starts, once they have read it."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         forget_choice()
 
 
-class _CheckpointPlace(Callback):
-    """Says where the checkpoints are when the training has ended; the run's page, which comes later, is named last."""
+class _LogCheckpointFolder(Callback):
+    """Logs where the checkpoints are when the training has ended, before the line that names the run's page."""
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

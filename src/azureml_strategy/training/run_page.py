@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
@@ -42,24 +41,20 @@ def page_tags(command: str | None) -> dict[str, str]:
     if not HydraConfig.initialized():
         return {}
     hydra = HydraConfig.get()
+    # The folder of the recipe, if it is the user's and in a checkout, else the working folder.
+    own = [
+        Path(each.path)
+        for each in hydra.runtime.config_sources
+        if each.schema == "file" and each.provider in ("main", "command-line")
+    ]
     return {
         RECIPE_TAG: str(hydra.job.config_name),
         OVERRIDES_TAG: command_text(as_typed(hydra.overrides.task)),
         COMMAND_TAG: command or script_command(),
-        **_git_tags(hydra),
+        **next(filter(None, map(git_tags, [*own, Path(hydra.runtime.cwd)])), {}),
     }
 
 
 def config_text(recorded: dict[str, Any]) -> str:
     """A configuration as YAML, without secrets."""
     return str(OmegaConf.to_yaml(OmegaConf.create(redact("", recorded), flags={"allow_objects": True})))
-
-
-def _git_tags(hydra: HydraConf) -> dict[str, str]:
-    """Those of the folder of the recipe, if it is the user's and in a checkout, else of the working folder."""
-    own = [
-        Path(each.path)
-        for each in hydra.runtime.config_sources
-        if each.schema == "file" and each.provider in ("main", "command-line")
-    ]
-    return next(filter(None, map(git_tags, [*own, Path(hydra.runtime.cwd)])), {})

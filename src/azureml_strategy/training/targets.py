@@ -199,12 +199,12 @@ def _own_folders() -> list[Path]:
 
 @dataclass(frozen=True)
 class Written:
-    """Which keys of a composed configuration are whose, in dotted form.
+    """Who set which keys of a composed configuration. Keys are in dotted form.
 
     Attributes:
-        own: that the user's files and overrides set.
-        recipes: that our recipes set.
-        groups: that our files of groups set, such as `strategy/ddp`.
+        own: set by the user's files and overrides.
+        recipes: set by our recipes.
+        groups: set by our files of groups, such as `strategy/ddp`.
     """
 
     own: set[str]
@@ -213,7 +213,7 @@ class Written:
 
 
 def drop_keys_of_old_targets(config: DictConfig) -> None:
-    """Remove keys of shipped files for a class that is not there any more, if the new one does not take them.
+    """Remove keys that shipped files set for a class that was replaced, if the new class does not take them.
 
     The user has replaced a `_target_`, or chosen another file of a group for which the recipe sets keys, such as
     `strategy=ddp` in place of `diloco`. A key that the user wrote, in a file or on the command line, stays, so that the
@@ -252,11 +252,13 @@ def _drop(config: DictConfig, path: str, names: set[str]) -> None:
     for name in dropped:
         del node[name]
     if dropped:
-        _say(f"{path} is {node._target_} now, which takes none of the recipe's own {', '.join(dropped)}: left out.")
+        _log_on_rank_0(
+            f"{path} is {node._target_} now, which takes none of the recipe's own {', '.join(dropped)}: left out."
+        )
 
 
 def _taken(target: Any) -> set[str] | None:
-    """The arguments that a target takes. A class that passes any keyword on also takes those that its bases name."""
+    """Return the arguments of a target. A class that passes any keyword on also takes those that its bases name."""
     taken = taken_by(target)
     if taken is not None or not inspect.isclass(target):
         return taken
@@ -272,23 +274,23 @@ def _taken(target: Any) -> set[str] | None:
 
 
 @rank_zero_only
-def _say(line: str) -> None:
+def _log_on_rank_0(line: str) -> None:
     log.info(line)
 
 
-# What was last found, and for which job of Hydra's: to find it takes as long as composing the recipe.
-_found: tuple[object, Written] | None = None
+# The last result of `written_keys`, and its job of Hydra's: to find it takes as long as composing the recipe.
+_last: tuple[object, Written] | None = None
 
 
 def written_keys() -> Written | None:
-    """Tell the user's keys from ours; None where no application of Hydra's is running."""
-    global _found
+    """Return which keys the user has set, and which we have; None if no application of Hydra's is running."""
+    global _last
     if not HydraConfig.initialized() or not GlobalHydra.instance().is_initialized():
         return None
     job = HydraConfig.instance().cfg
-    if _found is None or _found[0] is not job:
-        _found = (job, _written())
-    return _found[1]
+    if _last is None or _last[0] is not job:
+        _last = (job, _written())
+    return _last[1]
 
 
 def _written() -> Written:
@@ -374,7 +376,7 @@ def loggers_and_callbacks(config: DictConfig) -> tuple[list[Logger], list[Callba
             elif isinstance(made, Callback):
                 callbacks.append(made)
             else:
-                raise RecipeError(_neither(place, made))
+                raise RecipeError(_neither_message(place, made))
     return loggers, callbacks
 
 
@@ -382,31 +384,27 @@ def _parts(place: str, node: Any) -> Iterator[tuple[str, Any]]:
     if node is None:
         return
     if isinstance(node, DictConfig) and "_target_" in node and node._target_ is None:
-        _say_unread(place)
+        written = written_keys()
+        unread = sorted(_below(place, written.own) - set(HYDRA_OWN)) if written is not None else []
+        if unread:
+            _log_on_rank_0(
+                f"{place}._target_ is null, which makes nothing, so that your {', '.join(unread)} there is not read."
+            )
         return
     if isinstance(node, ListConfig):
         for number, child in enumerate(node):
             yield from _parts(f"{place}[{number}]", child)
-    elif isinstance(node, DictConfig) and "_target_" not in node and ("." not in place or _holds_parts(node)):
-        for name, child in node.items():
-            yield from _parts(f"{place}.{name!s}", child)
-    else:
-        yield place, make(place, node)
+        return
+    if isinstance(node, DictConfig) and "_target_" not in node:
+        containers = all(child is None or isinstance(child, (DictConfig, ListConfig)) for child in node.values())
+        if "." not in place or containers:
+            for name, child in node.items():
+                yield from _parts(f"{place}.{name!s}", child)
+            return
+    yield place, make(place, node)
 
 
-def _say_unread(place: str) -> None:
-    """Name what the user has written beside a `_target_` that is null."""
-    written = written_keys()
-    unread = sorted(_below(place, written.own) - set(HYDRA_OWN)) if written is not None else []
-    if unread:
-        _say(f"{place}._target_ is null, which makes nothing, so that your {', '.join(unread)} there is not read.")
-
-
-def _holds_parts(node: DictConfig) -> bool:
-    return all(child is None or isinstance(child, (DictConfig, ListConfig)) for child in node.values())
-
-
-def _neither(place: str, made: Any) -> str:
+def _neither_message(place: str, made: Any) -> str:
     section = place.split(".")[0].split("[")[0]
     wanted = "logger or callback" if section == "tracking" else "callback"
     move = " A logger belongs under `tracking`." if isinstance(made, Logger) else ""
@@ -422,7 +420,7 @@ def _neither(place: str, made: Any) -> str:
 
 
 def _reason(error: InstantiationException) -> str:
-    """What the constructor said, and where; Hydra's own message if no constructor was called."""
+    """Return the constructor's error, and where it was raised; Hydra's message if no constructor was called."""
     cause: BaseException = error
     while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
         cause = cause.__cause__

@@ -37,20 +37,15 @@ def warn_of_unread_keys(config: DictConfig) -> None:
 
 def _unread_values(config: DictConfig) -> Iterator[str]:
     content: Any = OmegaConf.to_container(config, resolve=False)
-    read = {reference for text in _texts(content) for reference in _references(text)}
+    # The values under `vars` to which texts refer; the path of all of them is empty.
+    references = [found for text in _texts(content) if "${" in text for found in _REFERENCE.finditer(text)]
+    read = {() if found[2] else tuple(found[1].split(".")[1:]) for found in references}
     if any("${." in text for text in _texts(content.get("vars"))):  # one of them refers to its neighbours
         return
     unread = [path for path in _leaves(content.get("vars"), ()) if not any(path[: len(each)] == each for each in read)]
     if unread:
         names = ", ".join(".".join(("vars", *path)) for path in unread)
         yield f"No key of the recipe refers to {names}: it changes nothing, unless your own code reads it."
-
-
-def _references(text: str) -> Iterator[Path]:
-    """The values under `vars` to which a text refers; the path of all of them is empty."""
-    if "${" in text:
-        for found in _REFERENCE.finditer(text):
-            yield () if found[2] else tuple(found[1].split(".")[1:])
 
 
 def _texts(node: Any) -> Iterator[str]:
@@ -70,7 +65,7 @@ def _leaves(node: Any, path: Path) -> Iterator[Path]:
 
 
 def _misspelt_keywords(config: DictConfig) -> Iterator[str]:
-    """Keys of targets that take any keyword. Hydra cannot refuse them, and such a target often passes them over."""
+    """Yield warnings of keys whose target takes any keyword: Hydra refuses none of them, and nothing may read them."""
     for path, node in target_nodes(config):
         if "${" in str(node["_target_"]):
             continue
@@ -88,7 +83,7 @@ def _misspelt_keywords(config: DictConfig) -> Iterator[str]:
 
 
 def _nearest(name: str, named: set[str]) -> str:
-    """The argument that is nearly called so; numbered ones, such as beta1 and beta2, are not each other's."""
+    """Return the argument with nearly this name; one with another number, such as beta2 for beta1, is not meant."""
     plain = re.sub(r"\d", "", name)
     others = [each for each in sorted(named) if re.sub(r"\d", "", each) != plain]
     return next(iter(get_close_matches(name, others, n=1, cutoff=_NEAR)), "")
