@@ -23,7 +23,7 @@ from harness import Spread, interleave, ratios, show, spread
 
 from azureml_strategy.bench.collectives import COLLECTIVES
 from azureml_strategy.bench.measure import Procedure, measure
-from azureml_strategy.bench.members import Member, join, require_launch
+from azureml_strategy.bench.run import Member, join, require_launch
 
 RAW = "one TCP stream"
 TARGET = 0.9  # share of the line rate

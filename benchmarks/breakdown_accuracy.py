@@ -31,12 +31,12 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader, TensorDataset
 
-from azureml_strategy.profiling.intervals import Intervals, intersect, subtract, total, union
+from azureml_strategy.profiling.trace_summary import Intervals, intersect, subtract, total, union
 from azureml_strategy.strategies import AzureMLDDPStrategy
 from azureml_strategy.tracking import ThroughputCallback
-from azureml_strategy.tracking.step_meters import STEP_PARTS
-from azureml_strategy.tracking.step_timer import Step
-from azureml_strategy.tracking.summary import Totals
+from azureml_strategy.tracking.timing.meters import STEP_PARTS
+from azureml_strategy.tracking.timing.steps import Step
+from azureml_strategy.tracking.timing.summary import Totals
 
 NAME = "breakdown_accuracy"
 WIDTH, DEPTH, BATCH_SIZE = 768, 8, 192

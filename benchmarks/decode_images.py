@@ -30,7 +30,7 @@ from harness import RESULTS, interleave, ratios, save, show, spread
 from PIL import Image
 from torch.utils.data import default_collate
 
-from azureml_strategy.data.crops import Crop, random_crop
+from azureml_strategy.data.decoding import Crop, random_crop
 from azureml_strategy.data.images import TrainingImages, collate_images
 
 NAME = "decode_images"

@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from azureml_strategy.strategies import AzureMLDDPStrategy
 from azureml_strategy.strategies.compression import communication_hook, on_any_backend
 from azureml_strategy.strategies.tuning.record import Tuning, read_tuning
-from azureml_strategy.strategies.tuning.settings import COMPRESSIONS, Settings, sizes_first_bucket
+from azureml_strategy.strategies.tuning.search import COMPRESSIONS, Settings, sizes_first_bucket
 
 UNSHAPED = "none"
 DEFAULT, LOSSLESS, BF16, ALL = "default", "tuned, lossless", "tuned, bf16 allowed", "tuned, all allowed"

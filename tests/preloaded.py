@@ -55,7 +55,7 @@ _IMPORTED_ONCE = [
     *("azureml_strategy.strategies.zero.strategy", "azureml_strategy.strategies.local_sgd.strategy"),
     *("azureml_strategy.tracking.job_tracking", "azureml_strategy.hang_detection.callback"),
     *("azureml_strategy.profiling.callback", "azureml_strategy.strategies.replica_check.callback"),
-    *("azureml_strategy.preemption.termination", "azureml_strategy.reporting.callback"),
+    *("azureml_strategy.preemption.termination", "azureml_strategy.tracking.run_page"),
     *("azureml_strategy.checkpoint.job_checkpoint", "azureml_strategy.models.classifier"),
     *("azureml_strategy.training.app", "azureml_strategy.training.run"),
     # MLflow's, when a run begins.

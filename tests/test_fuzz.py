@@ -31,25 +31,25 @@ from tests.network.nccl_log.test_reader import FOUR_NODES
 from tests.strategies.tuning.test_record import made
 from torch.distributed.checkpoint import save
 
+from azureml_strategy.checkpoint.encoding import encode
 from azureml_strategy.checkpoint.formats import DISTRIBUTED, SINGLE_FILE, CheckpointFormatError
 from azureml_strategy.checkpoint.manifest import Manifest, StoredFile
-from azureml_strategy.checkpoint.plain_coding import encode
-from azureml_strategy.checkpoint.plain_data import MOVED, UnrestorableStateError, from_plain, to_plain
+from azureml_strategy.checkpoint.serialization import MOVED, UnrestorableStateError, from_plain, to_plain
 from azureml_strategy.data.node_cache.protocol import encode as message
 from azureml_strategy.data.node_cache.protocol import receive_from
 from azureml_strategy.data.packing.images import ImageForm
 from azureml_strategy.data.packing.shards import UnreadableError
 from azureml_strategy.data.shard_index import INDEX_NAME, ShardIndexError, load_index
 from azureml_strategy.data.tar_index import index_tars
-from azureml_strategy.huggingface.file_slices import open_slices
+from azureml_strategy.huggingface.loading import open_slices
 from azureml_strategy.network.nccl_log import read_transport
 from azureml_strategy.serving.inputs import BadInputError, ExpectedInput, read_body, read_file
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.pipeline.checkpoint import PipelineLayout
 from azureml_strategy.strategies.tuning.record import read_tuning, write_tuning
-from azureml_strategy.strategies.tuning.settings import Settings
+from azureml_strategy.strategies.tuning.search import Settings
+from azureml_strategy.tracking.offline_queue import OfflineQueue
 from azureml_strategy.tracking.run import RunRequest
-from azureml_strategy.tracking.spool import OfflineQueue
 
 MIB = 2**20
 ran: list[str] = []

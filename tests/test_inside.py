@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from azureml_strategy.inside import OutsideError, name_within
+from azureml_strategy.files import OutsideError, name_within
 
 NAMES = ["a b.tar", "a\u00a0b.tar", "\u732b\u3000\u72ac.tar", "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645.tar"]
 

@@ -26,7 +26,6 @@ from azureml_strategy.cluster.environ import (
     LaunchError,
 )
 from azureml_strategy.cluster.guard import LaunchGuard
-from azureml_strategy.data.check import DataCheck
 from azureml_strategy.hang_detection import HangWatch
 from azureml_strategy.plugin import (
     _STRATEGIES,
@@ -39,6 +38,7 @@ from azureml_strategy.preemption.termination import TerminateTogether
 from azureml_strategy.strategies import AzureMLDDPStrategy
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.replica_check import ReplicaCheck
+from azureml_strategy.strategies.replica_check.data_check import DataCheck
 from azureml_strategy.tracking.job_tracking import JobThroughput, JobTracking
 from azureml_strategy.tracking.network import NetworkRecorder
 

@@ -50,7 +50,7 @@ QUICK = (
 )
 # MLflow 2.19 would need an old Flask for its server, which is not ours.
 SERVERS = (
-    *("--ignore=tests/tracking/test_outages.py", "--ignore=tests/tracking/test_spool.py"),
+    *("--ignore=tests/tracking/test_outages.py", "--ignore=tests/tracking/test_offline_queue.py"),
     "--deselect=tests/tracking/test_logger.py::test_a_server_that_goes_and_comes_back",
     "--deselect=tests/tracking/test_run_location.py::test_the_address_is_that_of_the_run_s_page",
 )

@@ -16,8 +16,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "azureml_strategy.checkpoint": ("azureml_strategy.interfaces.WriteStaged",),
     "azureml_strategy.tracking": (
         "azureml_strategy.tracking.events.Event",
-        "azureml_strategy.tracking.slow_ranks.Slowest",
-        "azureml_strategy.tracking.time_budget.WallClock",
+        "azureml_strategy.tracking.timing.stragglers.Slowest",
+        "azureml_strategy.tracking.timing.goodput.WallClock",
     ),
     "azureml_strategy.cluster": (),
     "azureml_strategy.network": (
@@ -26,7 +26,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "azureml_strategy.network.nccl_log.failures.LogError",
     ),
     "azureml_strategy.huggingface": (),
-    "azureml_strategy.data": ("azureml_strategy.data.crops.Crop", "azureml_strategy.data.shard_index.ShardIndex"),
+    "azureml_strategy.data": ("azureml_strategy.data.decoding.Crop", "azureml_strategy.data.shard_index.ShardIndex"),
     "azureml_strategy.models": (
         "azureml_strategy.models.label_means.MeanOverLabels",
         "azureml_strategy.sequence_parallel.SequenceGroup",

@@ -34,7 +34,7 @@ from azureml_strategy.import_hook import when_imported
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
-    from azureml_strategy.cluster.fabric_guard import FabricGuard
+    from azureml_strategy.cluster.guard import FabricGuard
     from azureml_strategy.cluster.launch import Launch, PartialLaunch
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def job_callbacks() -> list[Callback]:
     if launch is not None:
         parts |= {switch: partial(make, launch) for switch, make in _PARTS.items()}
     if "lightning.pytorch.cli" in sys.modules:
-        parts[CLI_CONFIG_SWITCH] = lambda: _load("azureml_strategy.tracking.cli_config", "LightningCLIConfig")()
+        parts[CLI_CONFIG_SWITCH] = lambda: _load("azureml_strategy.tracking.job_tracking", "LightningCLIConfig")()
     if read_job() is not None and "MLFLOW_TRACKING_URI" in os.environ:
         # The second logs through the logger that the first adds.
         parts |= {
@@ -92,7 +92,7 @@ def job_callbacks() -> list[Callback]:
 
 
 def _join_job_run(fluent: ModuleType) -> None:
-    from azureml_strategy.tracking.start_run import join_job_run
+    from azureml_strategy.tracking.run import join_job_run
 
     join_job_run(fluent)
 
@@ -100,7 +100,7 @@ def _join_job_run(fluent: ModuleType) -> None:
 @cache
 def _warn_of_variables() -> None:
     """Warn once in a process of our variables that have no effect."""
-    from azureml_strategy.cluster.own_variables import variables_without_effect
+    from azureml_strategy.cluster.environ import variables_without_effect
 
     for text in variables_without_effect(os.environ):
         log.warning(text)
@@ -135,7 +135,7 @@ def fabric_callbacks() -> list[FabricGuard]:
     Raises:
         LaunchError: this process cannot know its rank, or the Fabric that is being made contradicts the job.
     """
-    return _guards("azureml_strategy.cluster.fabric_guard", "FabricGuard")
+    return _guards("azureml_strategy.cluster.guard", "FabricGuard")
 
 
 def _guards(module: str, name: str) -> list[Any]:
@@ -219,7 +219,7 @@ _PARTS: dict[str, Callable[[Launch | PartialLaunch], Callback | None]] = {
     HANG_WATCH_SWITCH: lambda _: _load("azureml_strategy.hang_detection", "HangWatch")(),
     TERMINATION_SWITCH: lambda _: _termination(),
     NETWORK_RECORD_SWITCH: lambda _: _load("azureml_strategy.tracking.network", "NetworkRecorder")(),
-    DATA_CHECK_SWITCH: lambda _: _load("azureml_strategy.data.check", "DataCheck")(),
+    DATA_CHECK_SWITCH: lambda _: _load("azureml_strategy.strategies.replica_check.data_check", "DataCheck")(),
     REPLICA_CHECK_SWITCH: lambda _: _load("azureml_strategy.strategies.replica_check", "ReplicaCheck")(),
     CHECKPOINT_SWITCH: _checkpoint,
 }

@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 
 from azureml_strategy.bench.collectives import Place
-from azureml_strategy.bench.measure import Measurement
-from azureml_strategy.bench.pairs import PairBandwidths, diagnose
-from azureml_strategy.bench.results import Conditions, Pairs, Results, Sweep
-from azureml_strategy.bench.verdict import Expectation, judge
+from azureml_strategy.bench.measure import Measurement, PairBandwidths, diagnose
+from azureml_strategy.bench.results import Conditions, Expectation, Pairs, Results, Sweep, judge
 from azureml_strategy.network.record import NodeRecord, RunNetwork
 
 Pair = tuple[int, int]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.emulated import free_port
 
 from azureml_strategy.bench import BenchError, BenchOptions, run_bench
-from azureml_strategy.bench.members import join, require_launch
+from azureml_strategy.bench.run import join, require_launch
 from azureml_strategy.cluster import Launch
 
 TIMEOUT = timedelta(seconds=20)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_strategy.bench.pairs import Diagnosis, diagnose, tournament
+from azureml_strategy.bench.measure import Diagnosis, diagnose, tournament
 
 
 @given(st.integers(2, 65))

@@ -8,8 +8,8 @@ from tests.bench.conftest import CONDITIONS
 
 from azureml_strategy.bench import BenchError, BenchOptions
 from azureml_strategy.bench.measure import Procedure
+from azureml_strategy.bench.results import Expectation
 from azureml_strategy.bench.run import Plan, _sizes, print_start
-from azureml_strategy.bench.verdict import Expectation
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

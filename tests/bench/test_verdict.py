@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from azureml_strategy.bench.verdict import (
+from azureml_strategy.bench.results import (
     AS_EXPECTED,
     BELOW,
     HALF,

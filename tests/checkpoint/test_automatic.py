@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from azureml_strategy.checkpoint import JobCheckpoint, ResumeError, automatic
 from azureml_strategy.checkpoint.automatic import AutomaticCheckpoint, ForgivingCheckpoint
-from azureml_strategy.checkpoint.fit_folder import OUTPUT_VARIABLE, this_process
+from azureml_strategy.checkpoint.fit_resume import OUTPUT_VARIABLE, this_process
 from azureml_strategy.checkpoint.folder import CheckpointFolder
 from azureml_strategy.cluster.environ import CHECKPOINT_SWITCH
 from azureml_strategy.preemption.termination import TerminateTogether
@@ -59,7 +59,7 @@ def _job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def restart(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Act as the next attempt: another process."""
     count = iter(range(1000))
-    return lambda: monkeypatch.setattr("azureml_strategy.checkpoint.fit_folder._process", f"process {next(count)}")
+    return lambda: monkeypatch.setattr("azureml_strategy.checkpoint.fit_resume._process", f"process {next(count)}")
 
 
 def checkpoints(tmp_path: Path, name: str = "checkpoints") -> list[int]:
@@ -478,7 +478,7 @@ def test_the_strict_error_is_told_apart(tmp_path: Path, monkeypatch: pytest.Monk
     """A line of the script's own is as strict as a recipe."""
     one_fit(JobCheckpoint(resume="auto", every_n_train_steps=6))
     monkeypatch.setenv("AZUREML_RUN_ID", "job-2")
-    monkeypatch.setattr("azureml_strategy.checkpoint.fit_folder._process", "another")
+    monkeypatch.setattr("azureml_strategy.checkpoint.fit_resume._process", "another")
     with pytest.raises(ResumeError, match="of run job-1, and this is run job-2"):
         one_fit(JobCheckpoint(resume="auto"))
 

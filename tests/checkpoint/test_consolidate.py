@@ -23,8 +23,8 @@ from torch import nn
 
 from azureml_strategy.checkpoint.consolidate import checkpoint_format, consolidate
 from azureml_strategy.checkpoint.formats import ZERO, CheckpointFormatError
-from azureml_strategy.checkpoint.module_making import make_module
-from azureml_strategy.checkpoint.plain_data import PlainDataStrategy, to_plain
+from azureml_strategy.checkpoint.module_rebuild import make_module
+from azureml_strategy.checkpoint.serialization import PlainDataStrategy, to_plain
 from azureml_strategy.cli import main
 
 

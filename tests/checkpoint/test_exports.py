@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from azureml_strategy.checkpoint import JobCheckpoint
 from azureml_strategy.checkpoint.consolidate import consolidate
-from azureml_strategy.checkpoint.module_making import make_module
+from azureml_strategy.checkpoint.module_rebuild import make_module
 from azureml_strategy.checkpoint.module_record import MODULE
-from azureml_strategy.checkpoint.plain_data import PlainDataStrategy
+from azureml_strategy.checkpoint.serialization import PlainDataStrategy
 from azureml_strategy.cli import main
 
 

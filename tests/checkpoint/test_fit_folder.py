@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.checkpoint.conftest import put_checkpoint
 
-from azureml_strategy.checkpoint import fit_folder
-from azureml_strategy.checkpoint.fit_folder import (
+from azureml_strategy.checkpoint import fit_resume
+from azureml_strategy.checkpoint.fit_resume import (
     OUTPUT_VARIABLE,
     default_folder,
     folder_of_fit,
@@ -37,14 +37,14 @@ tmpfs /mnt/run/fast tmpfs rw 0 0
 )
 def test_the_file_system_of_a_folder(tmp_path: Path, folder: str, kind: str) -> None:
     (tmp_path / "mounts").write_text(MOUNTS)
-    assert fit_folder._filesystem(Path(folder), tmp_path / "mounts") == kind
-    assert fit_folder._filesystem(Path(folder), tmp_path / "nothing") is None
+    assert fit_resume._filesystem(Path(folder), tmp_path / "mounts") == kind
+    assert fit_resume._filesystem(Path(folder), tmp_path / "nothing") is None
 
 
 def test_it_is_said_once_and_in_a_real_job_only(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fit_folder, "_filesystem", lambda folder: "ext4")
+    monkeypatch.setattr(fit_resume, "_filesystem", lambda folder: "ext4")
     warn_of_own_disk(tmp_path / "checkpoints")
     monkeypatch.setenv("AZUREML_RUN_ID", "job-1")
     monkeypatch.setenv("AZ_BATCHAI_CLUSTER_NAME", "emulated")

@@ -18,7 +18,7 @@ from azureml_strategy.checkpoint import JobCheckpoint, checkpoint_io
 from azureml_strategy.checkpoint.checkpoint_io import AtomicCheckpointIO
 from azureml_strategy.checkpoint.folder import CheckpointFolder
 from azureml_strategy.checkpoint.manifest import stored_file
-from azureml_strategy.checkpoint.plain_data import UnsavableStateError
+from azureml_strategy.checkpoint.serialization import UnsavableStateError
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

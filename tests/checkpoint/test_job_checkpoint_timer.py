@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 from tests.clock import Clock
 
-from azureml_strategy.checkpoint import shared_timer
-from azureml_strategy.checkpoint.shared_timer import SharedTimer
+from azureml_strategy.checkpoint import callback_state
+from azureml_strategy.checkpoint.callback_state import SharedTimer
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(shared_timer, "time", clock)
+    monkeypatch.setattr(callback_state, "time", clock)
     return clock
 
 

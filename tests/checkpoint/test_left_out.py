@@ -17,7 +17,7 @@ from torch import Tensor
 from azureml_strategy.checkpoint.consolidate import consolidate
 from azureml_strategy.checkpoint.exports import write_safetensors
 from azureml_strategy.checkpoint.formats import CheckpointFormatError
-from azureml_strategy.checkpoint.plain_data import to_plain
+from azureml_strategy.checkpoint.serialization import to_plain
 
 WEIGHTS = {"layer.weight": torch.ones(2, 3), "layer.bias": torch.zeros(2)}
 MEMBERS = {"count": 3, "running": torch.arange(2.0), "parts": [1, "two", torch.ones(1)]}

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from azureml_strategy.checkpoint.allowed_types import NameRefusedError, Names
 from azureml_strategy.checkpoint.checkpoint_io import AtomicCheckpointIO
-from azureml_strategy.checkpoint.plain_coding import decode, encode, require_decodable
-from azureml_strategy.checkpoint.plain_data import (
+from azureml_strategy.checkpoint.encoding import decode, encode, require_decodable
+from azureml_strategy.checkpoint.serialization import (
     PlainDataStrategy,
     UnrestorableStateError,
     from_plain,
     saved_hyperparameters,
     to_plain,
 )
-from azureml_strategy.checkpoint.plain_names import NameRefusedError, Names
 
 ran: list[Any] = []
 

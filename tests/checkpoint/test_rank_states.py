@@ -9,8 +9,8 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from azureml_strategy.checkpoint import rank_states
-from azureml_strategy.checkpoint.rank_states import restore_states, states_of_ranks
+from azureml_strategy.checkpoint import callback_state
+from azureml_strategy.checkpoint.callback_state import restore_states, states_of_ranks
 
 LARGE = torch.zeros(1 << 19)
 CIRCLE: dict[str, Any] = {}
@@ -52,10 +52,10 @@ def test_small_states_that_differ(
         given.append(value)
         return [value]
 
-    monkeypatch.setattr(rank_states, "gather_sound", of_another)
+    monkeypatch.setattr(callback_state, "gather_sound", of_another)
     assert states_of_ranks(trainer, {"callbacks": theirs}) == []
     digests = given[0]
-    monkeypatch.setattr(rank_states, "gather_sound", lambda value: [value, digests])
+    monkeypatch.setattr(callback_state, "gather_sound", lambda value: [value, digests])
     found = states_of_ranks(trainer, {"callbacks": mine})
     assert (set(found[0]) if found else set()) == kept
     for key in kept:
@@ -65,7 +65,7 @@ def test_small_states_that_differ(
 def test_what_is_kept_is_on_the_host_and_no_view_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     monkeypatch.setattr(type(trainer), "world_size", 2)
-    monkeypatch.setattr(rank_states, "gather_sound", lambda value: [value, {}])
+    monkeypatch.setattr(callback_state, "gather_sound", lambda value: [value, {}])
     mean = torch.ones(2)
     kept = states_of_ranks(trainer, {"callbacks": {"a": {"mean": mean}}})[0]["callbacks/a"]["mean"]
     mean.zero_()

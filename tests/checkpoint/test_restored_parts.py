@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LRSchedul
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from azureml_strategy.checkpoint.plain_data import PlainDataStrategy
+from azureml_strategy.checkpoint.serialization import PlainDataStrategy
 
 SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
     "steps": lambda optimizer: StepLR(optimizer, 3),

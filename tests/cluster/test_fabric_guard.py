@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables
 from azureml_strategy.cluster.environ import CALLBACKS_SWITCH, GUARD_SWITCH, LAUNCH_SWITCH, LaunchError
-from azureml_strategy.cluster.fabric_guard import FabricGuard
+from azureml_strategy.cluster.guard import FabricGuard
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.plugin import fabric_callbacks
 

@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 
 import azureml_strategy
-from azureml_strategy.cluster.environ import CHECKPOINT_SWITCH, GUARD_SWITCH, HANG_WATCH_SWITCH, SWITCHES
-from azureml_strategy.cluster.own_variables import KNOWN, variables_without_effect
+from azureml_strategy.cluster.environ import (
+    CHECKPOINT_SWITCH,
+    GUARD_SWITCH,
+    HANG_WATCH_SWITCH,
+    KNOWN,
+    SWITCHES,
+    variables_without_effect,
+)
 from azureml_strategy.plugin import _warn_of_variables
 
 GUARD, PRICE = "AZUREML_STRATEGY_GUARD", "AZUREML_STRATEGY_PRICE_PER_HOUR"

@@ -15,8 +15,7 @@ from tests.data.fault_proxy import Answer, FaultProxy
 from tests.jobs.azure_service import AzureService, Reply, Request, login
 
 from azureml_strategy.data.storage import StorageError
-from azureml_strategy.data.storage.azure import AzureStorage
-from azureml_strategy.data.storage.faults import Kind, Patience, explain
+from azureml_strategy.data.storage.azure import AzureStorage, Kind, Patience, explain
 
 CONTENT = random.Random(5).randbytes(1_000_000)
 STEP = 100_000

@@ -12,8 +12,7 @@ from PIL import ImageCms, UnidentifiedImageError
 from tests.data.photographs import photograph
 from tests.memory import peak_of
 
-from azureml_strategy.data.crops import Crop
-from azureml_strategy.data.decoding import choose_decoder
+from azureml_strategy.data.decoding import Crop, choose_decoder
 from azureml_strategy.data.packing.images import ImageForm
 from azureml_strategy.data.packing.shards import UnreadableError
 from azureml_strategy.data.pillow_images import CostlyImageError, open_image, refuse_costly

@@ -17,8 +17,16 @@ from PIL import Image
 from PIL.Image import Resampling
 from tests.data.photographs import encode, numpy_file, photograph
 
-from azureml_strategy.data.crops import Crop, centre_crop, random_crop
-from azureml_strategy.data.decoding import Decoder, choose_decoder, decode_pillow, decode_pixels, decode_simplejpeg
+from azureml_strategy.data.decoding import (
+    Crop,
+    Decoder,
+    centre_crop,
+    choose_decoder,
+    decode_pillow,
+    decode_pixels,
+    decode_simplejpeg,
+    random_crop,
+)
 
 Pixels = NDArray[np.uint8]
 Choose = Callable[[int, int], Crop]

@@ -14,12 +14,17 @@ import numpy as np
 import pytest
 from tests.data.packed import packed_set
 
-from azureml_strategy.data.node_cache.blocks import make_blocks
 from azureml_strategy.data.node_cache.cache_folder import MARKER, CacheFolder
-from azureml_strategy.data.node_cache.protocol import CacheSettings, NodeCacheError, receive_from, server_paths
+from azureml_strategy.data.node_cache.protocol import (
+    CacheSettings,
+    NodeCacheError,
+    make_blocks,
+    receive_from,
+    server_paths,
+)
 from azureml_strategy.data.readers import FolderReader, choose_cache
 from azureml_strategy.data.shard_index import INDEX_NAME, ShardIndex, ShardIndexError, load_index
-from azureml_strategy.inside import OutsideError, name_within
+from azureml_strategy.files import OutsideError, name_within
 from azureml_strategy.network.nccl import log_folder
 
 BYTES = 10_000_000

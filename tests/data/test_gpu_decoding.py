@@ -19,7 +19,7 @@ from tests.data.test_image_batches import _Records
 from torch.utils.data import DataLoader
 
 from azureml_strategy.data import EvaluationImages, NvjpegDataModule, TrainingImages
-from azureml_strategy.data.crops import random_crop
+from azureml_strategy.data.decoding import random_crop
 from azureml_strategy.data.gpu_decoding import EncodedImages, crop_and_resize, decode_on_gpu
 
 

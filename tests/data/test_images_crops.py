@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_strategy.data.crops import centre_crop, random_crop, window_crop
+from azureml_strategy.data.decoding import centre_crop, random_crop, window_crop
 
 _SIDE = st.integers(1, 5000)
 

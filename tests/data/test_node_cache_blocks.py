@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from tests.data.packed import packed_set
 
-from azureml_strategy.data.node_cache.blocks import BlockTable, make_blocks
 from azureml_strategy.data.node_cache.cache_folder import MARKER, CachedSet, CacheFolder
-from azureml_strategy.data.node_cache.eviction import EvictableSet, Evictor
-from azureml_strategy.data.node_cache.orders import NEVER, ReadSchedule
+from azureml_strategy.data.node_cache.eviction import NEVER, EvictableSet, Evictor, ReadSchedule
+from azureml_strategy.data.node_cache.protocol import BlockTable, make_blocks
 from azureml_strategy.data.shard_index import ShardIndex, ShardIndexError
 
 

@@ -23,9 +23,9 @@ from tests.data.test_node_cache import BATCH, LARGE, cache_of, is_right, orders,
 from tests.faults.disks import why_not
 
 from azureml_strategy.data.node_cache import client, protocol
+from azureml_strategy.data.node_cache.cache import double_cache_warning
 from azureml_strategy.data.node_cache.cache_folder import shard_file
 from azureml_strategy.data.node_cache.client import CacheSettings, NodeCache, NodeCacheError
-from azureml_strategy.data.node_cache.mounts import double_cache_warning
 from azureml_strategy.data.node_cache.protocol import Frame, server_paths
 from azureml_strategy.data.shard_index import RecordError, ShardIndex
 from azureml_strategy.data.storage import StorageError

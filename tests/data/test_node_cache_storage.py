@@ -19,7 +19,7 @@ from azureml_strategy.data.node_cache.client import CacheSettings, NodeCache, No
 from azureml_strategy.data.node_cache.protocol import server_paths
 from azureml_strategy.data.shard_index import RecordError
 from azureml_strategy.data.storage import StorageError
-from azureml_strategy.data.storage.variables import Variables, storage_variables
+from azureml_strategy.data.storage.credentials import Variables, storage_variables
 
 pytestmark = pytest.mark.usefixtures("meeting_place")
 

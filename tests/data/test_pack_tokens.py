@@ -21,7 +21,7 @@ from azureml_strategy.data import CorpusError, TextDataModule, TokenSequences
 from azureml_strategy.data.packing.pack import Packing, pack
 from azureml_strategy.data.packing.tokens import RUN_BYTES, TokenizerChoice, find_text
 from azureml_strategy.data.shard_index import RecordError, ShardIndex, ShardIndexError, check_record, load_index
-from azureml_strategy.data.sharded_tokens import ShardedTokens
+from azureml_strategy.data.text import ShardedTokens
 from azureml_strategy.data.tokens import find_corpus
 
 

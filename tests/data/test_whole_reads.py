@@ -24,8 +24,8 @@ from azureml_strategy.data.pillow_images import is_damage
 from azureml_strategy.data.shard_index import RecordError
 from azureml_strategy.data.storage import FolderStorage, StorageError
 from azureml_strategy.data.tokens import ByteTokenizer
-from azureml_strategy.huggingface.file_slices import open_slices
-from azureml_strategy.whole_reads import ShortReadError, read_range, read_whole
+from azureml_strategy.files import ShortReadError, read_range, read_whole
+from azureml_strategy.huggingface.loading import open_slices
 
 _SAMPLES = 4
 Make = Callable[[Path, WriteImages], ImageFolder]

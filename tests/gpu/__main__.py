@@ -30,7 +30,7 @@ from tests.gpu.running import ROOT, Machine, Row, program
 sys.path.append(str(ROOT / "benchmarks"))
 from harness import save
 
-from azureml_strategy.tracking.time_budget import process_age_s
+from azureml_strategy.tracking.timing.goodput import process_age_s
 
 # Of the time, what is kept for the parts that need the GPU for themselves.
 _KEPT_S = 60.0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from azureml_strategy.profiling.intervals import Interval, subtract, total, union
+from azureml_strategy.profiling.trace_summary import Interval, subtract, total, union
 
 SPANS = re.compile(r"\[Strategy\]\w+\.(training_step|backward)")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")

@@ -13,7 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from tests.data.photographs import encode, photograph
 
 from azureml_strategy.profiling import ProfileSteps
-from azureml_strategy.tracking.gpu_counters import GPUCounters
+from azureml_strategy.tracking.node_sampler import GPUCounters
 
 pytestmark = pytest.mark.cuda
 

@@ -20,7 +20,7 @@ from tests.gpu.launch_waits import SPANS, launch_waits
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from azureml_strategy.tracking.throughput import find_throughput
+from azureml_strategy.tracking.timing.throughput import find_throughput
 
 
 class NoSynchronisation(Callback):

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from azureml_strategy.huggingface.file_slices import open_slices
+from azureml_strategy.huggingface.loading import open_slices
 
 TENSORS = {
     "matrix": torch.randn(6, 4),

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from azureml_strategy.checkpoint.formats import CheckpointFormatError
-from azureml_strategy.checkpoint.plain_data import HUGGING_FACE
+from azureml_strategy.checkpoint.serialization import HUGGING_FACE
 from azureml_strategy.huggingface import PretrainedModelError
-from azureml_strategy.huggingface.assembly import skeleton
-from azureml_strategy.huggingface.file_slices import open_slices
+from azureml_strategy.huggingface.export import skeleton
+from azureml_strategy.huggingface.loading import open_slices
 from azureml_strategy.huggingface.record import CheckpointRecord, ModelRecord
 from azureml_strategy.huggingface.sources import Source
 

@@ -15,8 +15,7 @@ transformers = pytest.importorskip("transformers")
 from azureml_strategy.huggingface.pipeline import ModelChain, UnfitModelError  # noqa: E402
 from azureml_strategy.strategies.pipeline import PipelineError  # noqa: E402
 from azureml_strategy.strategies.pipeline.chain import OwnChain  # noqa: E402
-from azureml_strategy.strategies.pipeline.cutting import Cut, OtherStage  # noqa: E402
-from azureml_strategy.strategies.pipeline.hugging_face import HuggingFaceChain, find_chain  # noqa: E402
+from azureml_strategy.strategies.pipeline.cutting import Cut, HuggingFaceChain, OtherStage, find_chain  # noqa: E402  # noqa: E402
 from azureml_strategy.strategies.pipeline.micro_batches import MicroBatch, batch_size, cut  # noqa: E402
 
 SMALL = {

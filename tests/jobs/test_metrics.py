@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from azureml_strategy.cli import main
-from azureml_strategy.jobs.metrics import store_address
+from azureml_strategy.jobs.listing import store_address
+from azureml_strategy.tracking.offline_queue import OfflineQueue, _refuse_files_elsewhere
 from azureml_strategy.tracking.run import RunRequest, describe_store
-from azureml_strategy.tracking.spool import OfflineQueue, _refuse_files_elsewhere
 
 WORKSPACE = "/mlflow/v1.0/subscriptions/s/resourceGroups/g/providers/p/workspaces/w"
 MINE = f"azureml://westeurope.api.azureml.ms{WORKSPACE}"

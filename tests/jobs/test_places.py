@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from azureml_strategy.jobs.places import WorkspaceSettings, find_workspace
+from azureml_strategy.jobs.client import WorkspaceSettings, find_workspace
 from azureml_strategy.jobs.service_errors import JobError
 
 _JOB = {

@@ -17,8 +17,7 @@ from tests.jobs.rendering import cache
 
 from azureml_strategy.jobs import JobError, job_yaml
 from azureml_strategy.jobs.azure_internals import standalone_job
-from azureml_strategy.jobs.program import Program, plan_program
-from azureml_strategy.jobs.quoting import hydra_text, quote_argument
+from azureml_strategy.jobs.program import Program, hydra_text, plan_program, quote_argument
 from azureml_strategy.jobs.render import build_offline
 
 __all__ = ["cache"]  # a fixture

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.jobs.azure_service import SUBSCRIPTION, AzureService
 
-from azureml_strategy.jobs.client import connect
-from azureml_strategy.jobs.places import WorkspaceSettings
+from azureml_strategy.jobs.client import WorkspaceSettings, connect
 from azureml_strategy.jobs.service_errors import ServiceError, service_errors, translate
 
 _CASES = [

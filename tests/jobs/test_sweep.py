@@ -7,7 +7,7 @@ import pytest
 from tests.jobs.azure_service.service import AzureService
 
 from azureml_strategy.jobs import JobError, ServiceError, SubmittedJob, sweep
-from azureml_strategy.jobs.metrics import tracking_uri
+from azureml_strategy.jobs.listing import tracking_uri
 from azureml_strategy.jobs.sweep import SweepJob, SweepOptions, plan_sweep, run_sweep
 
 RECIPE = "resnet50_synthetic"

@@ -10,7 +10,7 @@ import pytest
 from tests.multiprocess.conftest import Job, RunJob
 from tests.multiprocess.scripts.noisy import curve
 
-from azureml_strategy.checkpoint.fit_folder import OUTPUT_VARIABLE
+from azureml_strategy.checkpoint.fit_resume import OUTPUT_VARIABLE
 from azureml_strategy.cluster.environ import CHECKPOINT_SWITCH
 
 pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")

@@ -17,11 +17,10 @@ from torch.distributed import HashStore
 from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.network import session
-from azureml_strategy.network.nccl import NetworkPlan
+from azureml_strategy.network.nccl import NetworkPlan, Setting
 from azureml_strategy.network.node import Node, read_node
 from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.network.session import NetworkSession, prepare_network
-from azureml_strategy.network.settings import Setting
 
 INFINIBAND = """\
 NCCL version 2.21.5+cuda12.4

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from tests.network.conftest import LOOPBACK, Tree, job
 
+from azureml_strategy.network.nccl import Setting, wanted_settings
 from azureml_strategy.network.node import Node
-from azureml_strategy.network.settings import Setting, wanted_settings
 from azureml_strategy.network.vm_sizes import lookup_vm_size
 
 H100 = "Standard_ND96isr_H100_v5"

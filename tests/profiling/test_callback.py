@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from azureml_strategy.lightning_internals import logged_step
-from azureml_strategy.profiling import ProfileSteps, upload
+from azureml_strategy.profiling import ProfileSteps, writer
 from azureml_strategy.profiling.request import ProfileRequestError
 from azureml_strategy.tracking import JobMLFlowLogger, ThroughputCallback
 
@@ -126,7 +126,7 @@ def test_it_is_kept_with_the_run(store: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_large_trace_stays_on_disk(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "MOST_UPLOADED_BYTES", 2_500)
+    monkeypatch.setattr(writer, "MOST_UPLOADED_BYTES", 2_500)
     logger = JobMLFlowLogger(tracking_uri=store, artifact_location=Path("files").absolute().as_uri())
     asked = AsksFor(["steps=1"])
     fit(ProfileSteps(), asked, steps=-1, logger=logger)

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_strategy.profiling.intervals import Interval, Intervals, intersect, subtract, total, union
+from azureml_strategy.profiling.trace_summary import Interval, Intervals, intersect, subtract, total, union
 
 # Whole numbers, so that a set of the unit intervals within is an oracle.
 SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda each: (each[0], each[0] + each[1])))

@@ -109,7 +109,7 @@ def test_a_page_that_cannot_be_made_is_a_warning(
 def test_a_page_that_takes_too_long_is_given_up(
     client: MlflowClient, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("azureml_strategy.reporting.callback._LONGEST_S", 0.05)
+    monkeypatch.setattr("azureml_strategy.tracking.run_page._LONGEST_S", 0.05)
     fit(store, tmp_path)
     assert subprocess.TimeoutExpired.__name__ in caplog.text
 
@@ -117,7 +117,7 @@ def test_a_page_that_takes_too_long_is_given_up(
 def test_without_the_extra_one_sentence_says_what_to_install(
     client: MlflowClient, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("azureml_strategy.reporting.callback.find_spec", lambda name: None)
+    monkeypatch.setattr("azureml_strategy.tracking.run_page.find_spec", lambda name: None)
     fit(store, tmp_path)
     assert "pip install -c constraints.txt '.[report]'" in caplog.text
 

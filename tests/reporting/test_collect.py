@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 from mlflow.entities import RunTag
 from tests.reporting.example import SHARES, log_points, log_run
 
-from azureml_strategy.reporting import artifacts, stores
+from azureml_strategy.reporting import profiles, stores
 from azureml_strategy.reporting.advice import facts_of
 from azureml_strategy.reporting.collect import choose_metrics, collect_run
 from azureml_strategy.reporting.stores import DatabaseStore, ReportError, ServerStore, open_store
@@ -161,7 +161,7 @@ BROKEN: dict[str, tuple[str, str, str | None]] = {
 def test_what_cannot_be_read_is_counted_and_the_rest_is_shown(
     client: MlflowClient, store: str, run_id: str, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(artifacts, "_LARGEST", 2_000)
+    monkeypatch.setattr(profiles, "_LARGEST", 2_000)
     file, text, words = BROKEN[name]
     client.log_text(run_id, text, file)
     record = collect_run(run_id, store)

@@ -15,8 +15,7 @@ from azureml_strategy.cli import main
 from azureml_strategy.reporting.collect import collect_run
 from azureml_strategy.reporting.comparison import compare_page
 from azureml_strategy.reporting.page import render
-from azureml_strategy.reporting.run_page import run_page
-from azureml_strategy.reporting.run_sections import marks_of
+from azureml_strategy.reporting.run_page import marks_of, run_page
 
 ODD = "<script>alert(1)</script>\"'`a`\n\u202e\U0001f600 \x01 $x^2_{$ {{7*7}} %s {0}"
 NAMES = ["<img src=x onerror=alert(1)>", "a\x00b", "\u202e", "{{7*7}}", "$\\frac$", "ghp_abcdefghijklmnopqrst123456"]

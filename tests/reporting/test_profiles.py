@@ -18,10 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from azureml_strategy.cli import main
 from azureml_strategy.profiling import ProfileSteps
 from azureml_strategy.profiling.trace_summary import summarize
-from azureml_strategy.reporting.artifacts import Artifacts
 from azureml_strategy.reporting.collect import collect_run
 from azureml_strategy.reporting.page import render
-from azureml_strategy.reporting.profiles import read_profiles, read_summary
+from azureml_strategy.reporting.profiles import Artifacts, read_profiles, read_summary
 from azureml_strategy.reporting.run_page import run_page
 from azureml_strategy.tracking import JobMLFlowLogger
 

@@ -12,7 +12,7 @@ from tests.multiprocess.scripts.common import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from azureml_strategy.strategies.modes import warn_of_evaluation_modes
+from azureml_strategy.strategies.launched import warn_of_evaluation_modes
 
 
 class Net(LightningModule):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_strategy.tracking.description import markdown_table, merge_description
+from azureml_strategy.tracking.batch import markdown_table, merge_description
 
 OURS = "<!-- azureml-strategy -->\na\nb\n<!-- end of azureml-strategy -->"
 

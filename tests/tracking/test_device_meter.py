@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.tracking.gpu_queue import Event, GpuQueue
 
-from azureml_strategy.tracking.device_meter import DeviceMeter
-from azureml_strategy.tracking.step_breakdown import Breakdown, Phase
-from azureml_strategy.tracking.step_meters import Part
-from azureml_strategy.tracking.step_timer import Step, StepRecorder
+from azureml_strategy.tracking.timing.device_meter import DeviceMeter
+from azureml_strategy.tracking.timing.meters import Part
+from azureml_strategy.tracking.timing.steps import Breakdown, Phase, Step, StepRecorder
 
 # Per kernel: microseconds of the host until it is launched, and of the GPU.
 Launches = Sequence[tuple[float, float]]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from azureml_strategy.models import GPTConfig, ImageClassifier, LanguageModel, ResNet50
-from azureml_strategy.tracking.flops import flops_of, gpu_peak_flops, peak_flops
+from azureml_strategy.tracking.timing.flops import flops_of, gpu_peak_flops, peak_flops
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compile
 # A process of its own finds the library at its start. A line is a case: what the driver says in each sample.
 PROGRAM = """
 import json, os, pathlib, sys
-from azureml_strategy.tracking.gpu_counters import GPUCounters
+from azureml_strategy.tracking.node_sampler import GPUCounters
 def driver_says(answers):
     text = "".join(f"{key} {value}\\n" for key, value in answers.items())
     pathlib.Path(os.environ["FAKE_NVML"]).write_text(text)

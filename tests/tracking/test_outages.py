@@ -19,7 +19,7 @@ from tests.faults.tracking import Proxy, Trouble
 from tests.tracking.server import Server
 
 from azureml_strategy.tracking import JobMLFlowLogger, writer
-from azureml_strategy.tracking.spool import find_offline_queues
+from azureml_strategy.tracking.offline_queue import find_offline_queues
 
 _WRITE = "/runs/log-batch"
 

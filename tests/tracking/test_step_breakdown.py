@@ -16,12 +16,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import SimpleProfiler
 
-from azureml_strategy.tracking import ThroughputCallback, run_breakdown
-from azureml_strategy.tracking.device_meter import DeviceMeter
-from azureml_strategy.tracking.span_profiler import SpanProfiler
-from azureml_strategy.tracking.step_breakdown import Breakdown, Phase
-from azureml_strategy.tracking.step_meters import STEP_PARTS, HostMeter, Part, host_meter
-from azureml_strategy.tracking.step_timer import HostClock
+from azureml_strategy.tracking import ThroughputCallback
+from azureml_strategy.tracking.timing import run_breakdown
+from azureml_strategy.tracking.timing.device_meter import DeviceMeter
+from azureml_strategy.tracking.timing.meters import STEP_PARTS, HostMeter, Part, host_meter
+from azureml_strategy.tracking.timing.span_profiler import SpanProfiler
+from azureml_strategy.tracking.timing.steps import Breakdown, HostClock, Phase
 
 NAMES = {
     "[_TrainingEpochLoop].train_dataloader_next": Part.DATA_WAIT,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from azureml_strategy.tracking.step_timer import CudaClock, HostClock, Step, StepRecorder
+from azureml_strategy.tracking.timing.steps import CudaClock, HostClock, Step, StepRecorder
 
 
 def test_host_clock_measures_what_it_reads() -> None:

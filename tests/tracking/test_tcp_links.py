@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from azureml_strategy.tracking import tcp_links
-from azureml_strategy.tracking.tcp_links import read_links
+from azureml_strategy.tracking.timing import rank_times
+from azureml_strategy.tracking.timing.rank_times import read_links
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_link_has_both_ends_and_its_time(monkeypatch: pytest.MonkeyPatch) -> N
     with closing(listener), closing(here), closing(there):
         here.sendall(b"x" * 1000)
         assert read_links() == {}
-        monkeypatch.setattr(tcp_links, "ip_address", lambda _: SimpleNamespace(is_loopback=False))
+        monkeypatch.setattr(rank_times, "ip_address", lambda _: SimpleNamespace(is_loopback=False))
         links = read_links()
         assert {peer: link.own for peer, link in links.items()} == {"127.0.0.3": "127.0.0.2", "127.0.0.2": "127.0.0.3"}
         assert all(0 <= link.busy_s < 5 for link in links.values())

@@ -16,8 +16,8 @@ from tests.preloaded import Forked
 from torch.utils.data import DataLoader, TensorDataset
 
 from azureml_strategy.tracking import ThroughputCallback
-from azureml_strategy.tracking.summary import Totals, summarize
-from azureml_strategy.tracking.throughput import count_samples
+from azureml_strategy.tracking.timing.summary import Totals, summarize
+from azureml_strategy.tracking.timing.throughput import count_samples
 
 
 def test_figures_of_one_rank() -> None:

@@ -10,8 +10,8 @@ import torch
 
 from azureml_strategy.tracking.remedies import FUSED, SETTINGS, RunFacts
 from azureml_strategy.tracking.report import has_compiled_parts
-from azureml_strategy.tracking.step_meters import STEP_PARTS, Part
-from azureml_strategy.tracking.summary import Totals, summarize
+from azureml_strategy.tracking.timing.meters import STEP_PARTS, Part
+from azureml_strategy.tracking.timing.summary import Totals, summarize
 from azureml_strategy.tracking.verdict import NAMES, PHASES, judge, mfu_text
 
 BUSY = {"data_wait": 0.01, "forward": 0.33, "backward": 0.62, "optimizer": 0.02, "other": 0.02}

@@ -15,9 +15,9 @@ from mlflow.tracking import MlflowClient
 
 from azureml_strategy.tracking import sender as sending
 from azureml_strategy.tracking.batch import Batch, DiskFile, Metrics, Params, Record, Tags, TextFile, make_batches
+from azureml_strategy.tracking.offline_queue import OfflineQueue, find_offline_queues
 from azureml_strategy.tracking.run import OpenRun, RunRequest, join_run
 from azureml_strategy.tracking.sender import Sender
-from azureml_strategy.tracking.spool import OfflineQueue, find_offline_queues
 from azureml_strategy.tracking.store import StoreAwayError
 from azureml_strategy.tracking.writer import BatchWriter
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from azureml_strategy.training.console import tidy_console
+from azureml_strategy.training.app import tidy_console
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import torch
 from mlflow import MlflowClient
 from tests.training.conftest import COMMAND, TINY, files, run
 
-from azureml_strategy.checkpoint.plain_data import saved_hyperparameters
+from azureml_strategy.checkpoint.serialization import saved_hyperparameters
 
 pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
 

@@ -17,8 +17,7 @@ from tests.training.conftest import COMMAND, TINY, Compose, files, run, the_run
 
 from azureml_strategy.training.checks import check_config
 from azureml_strategy.training.recipes import RecipeError
-from azureml_strategy.training.run import _all_sections
-from azureml_strategy.training.run_page import config_text
+from azureml_strategy.training.run import _all_sections, config_text
 
 RECIPE = """\
 # Mine.

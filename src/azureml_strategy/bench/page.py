@@ -11,8 +11,7 @@ from azureml_strategy.bench.report import draw, remarks
 from azureml_strategy.bench.results import Pairs, Results, Sweep, read_results
 from azureml_strategy.reporting.advice import NextStep
 from azureml_strategy.reporting.charts import drawn_chart
-from azureml_strategy.reporting.formats import count, figure
-from azureml_strategy.reporting.page import Page, Section, Table, Tile
+from azureml_strategy.reporting.page import Page, Section, Table, Tile, count, figure
 from azureml_strategy.reporting.stores import ReportError
 
 

@@ -15,11 +15,10 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from azureml_strategy.checkpoint.fit_folder import this_process
-from azureml_strategy.checkpoint.fit_resume import FitResume, searches_only
+from azureml_strategy.checkpoint.fit_resume import FitResume, searches_only, this_process
 from azureml_strategy.checkpoint.job_checkpoint import JobCheckpoint
-from azureml_strategy.checkpoint.plain_data import UnsavableStateError
 from azureml_strategy.checkpoint.resume import ANY, AUTO, NEVER, ResumeError
+from azureml_strategy.checkpoint.serialization import UnsavableStateError
 from azureml_strategy.checkpoint.writer import Written
 from azureml_strategy.cluster.environ import CHECKPOINT_SWITCH
 from azureml_strategy.cluster.isolation import IsolatedCallback

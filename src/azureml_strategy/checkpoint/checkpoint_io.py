@@ -13,9 +13,10 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
+from azureml_strategy.checkpoint.allowed_types import Names
 from azureml_strategy.checkpoint.folder import FileChecksums
 from azureml_strategy.checkpoint.manifest import PART, StoredFile, sync_folder
-from azureml_strategy.checkpoint.plain_data import (
+from azureml_strategy.checkpoint.serialization import (
     PlainDataStrategy,
     UnsavableStateError,
     from_plain,
@@ -23,7 +24,6 @@ from azureml_strategy.checkpoint.plain_data import (
     run_objects,
     to_plain,
 )
-from azureml_strategy.checkpoint.plain_names import Names
 from azureml_strategy.control.gather import Exchange, gather_sound
 from azureml_strategy.interfaces import StagesCheckpoint, WriteStaged
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from azureml_strategy.checkpoint.encoding import decode
 from azureml_strategy.checkpoint.formats import FORMATS, PIPELINE, ZERO, CheckpointFormat, CheckpointFormatError
 from azureml_strategy.checkpoint.module_record import MODULE, merged
-from azureml_strategy.checkpoint.plain_coding import decode
-from azureml_strategy.checkpoint.plain_data import HUGGING_FACE, MOVED, UnsavableStateError, to_plain
+from azureml_strategy.checkpoint.serialization import HUGGING_FACE, MOVED, UnsavableStateError, to_plain
 
 # Entries of the training, which belong to a layout and a number of processes. All others are kept:
 # `LightningModule.load_from_checkpoint` reads them, or a hook of the user's wrote them and another hook reads them.

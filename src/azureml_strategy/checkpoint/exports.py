@@ -1,10 +1,13 @@
-"""Write a checkpoint's weights for other programs: as safetensors, or as an ONNX model that computes the forward."""
+"""Write a checkpoint's weights for other programs: as safetensors, as an ONNX model that computes the forward, or as
+the folder for `from_pretrained` at the end of a training.
+"""
 
 from __future__ import annotations
 
 import io
 import json
 import logging
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
@@ -12,15 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from azureml_strategy.checkpoint.consolidate import appearing, read_whole, refuse_existing
+from azureml_strategy.checkpoint.encoding import decode
 from azureml_strategy.checkpoint.formats import CheckpointFormatError
-from azureml_strategy.checkpoint.module_making import make_module, modules_of
+from azureml_strategy.checkpoint.module_rebuild import make_module, modules_of
 from azureml_strategy.checkpoint.module_record import INPUT, MODULE, read_input
-from azureml_strategy.checkpoint.plain_coding import decode
-from azureml_strategy.checkpoint.plain_data import HUGGING_FACE, MOVED
+from azureml_strategy.checkpoint.serialization import HUGGING_FACE, MOVED
+from azureml_strategy.checkpoint.writer import BackgroundWriter
+from azureml_strategy.control.store import ExchangeError, StepError
+from azureml_strategy.interfaces import ExportsModels
 from azureml_strategy.lazy import require_library
 
 _SAMPLES = 2  # of the example that is traced: torch.export would take a single sample for a constant
@@ -30,6 +39,7 @@ _AS_TEXT = ("epoch", "global_step", "pytorch-lightning_version")
 _KEPT = (*_AS_TEXT, "state_dict", "hyper_parameters", "hparams_name", "hparams_type", MODULE, MOVED, HUGGING_FACE)
 INPUT_NAME, OUTPUT_NAME = "input", "output"
 """Names in an ONNX model. Several outputs are numbered by the exporter."""
+_NAME = "hugging_face"
 
 
 def write_safetensors(checkpoint: Path, output: Path, *, trust_pickles: bool = False) -> dict[str, Tensor]:
@@ -191,3 +201,50 @@ def _without_logs() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+def require_models(strategy: Strategy) -> None:
+    """Check before the training that there is a model to write.
+
+    Raises:
+        MisconfigurationException: the strategy is not ours, or the module holds no transformers model.
+    """
+    if not isinstance(strategy, ExportsModels):
+        raise MisconfigurationException(
+            f"JobCheckpoint(hugging_face=True), but {type(strategy).__name__} does not record the model. Write "
+            "Trainer(strategy='azureml_ddp'), which works with one device too, or another azureml_* strategy."
+        )
+    if not strategy.has_models():
+        raise MisconfigurationException(
+            "JobCheckpoint(hugging_face=True), but the module holds no transformers model. Leave hugging_face out, "
+            "or keep the model as an attribute of the module."
+        )
+
+
+def write_folder(trainer: Trainer, checkpoint: Path, background: BackgroundWriter) -> None:
+    """Write the folder beside the checkpoints on rank 0, while the other ranks wait; a collective.
+
+    A failure becomes a warning.
+
+    Args:
+        trainer: at the end of its training.
+        checkpoint: of the training, complete on disk.
+        background: connects the ranks.
+    """
+    strategy, folder = trainer.strategy, checkpoint.parent / _NAME
+    assert isinstance(strategy, ExportsModels)
+
+    def replace() -> None:
+        if folder.exists():
+            shutil.rmtree(folder)
+        strategy.export_hugging_face(checkpoint, folder)
+
+    try:
+        background.on_rank_zero(trainer, replace)
+    except (StepError, ExchangeError) as error:
+        rank_zero_warn(
+            f"{folder} is not written: {error}. The checkpoint is whole; when the reason is gone, type "
+            f"azureml-strategy consolidate {checkpoint} {folder} --format hf"
+        )
+        return
+    rank_zero_info(f"{folder} can be opened by from_pretrained. It is made of {checkpoint.name}.")

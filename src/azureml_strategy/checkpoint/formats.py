@@ -36,9 +36,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
-from azureml_strategy.checkpoint.plain_coding import is_plain
-from azureml_strategy.checkpoint.plain_kinds import PLAIN
-from azureml_strategy.inside import name_within
+from azureml_strategy.checkpoint.allowed_types import PLAIN
+from azureml_strategy.checkpoint.encoding import is_plain
+from azureml_strategy.files import name_within
 
 # DeepSpeed's files hold objects of these modules: its loss scaler, its enums, learning rates that numpy computed. No
 # weights are made of them.

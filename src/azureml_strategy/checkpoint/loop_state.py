@@ -8,14 +8,14 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from typing_extensions import override
 
-from azureml_strategy.checkpoint.ended_loaders import end_again, ended, watch_ends
 from azureml_strategy.checkpoint.random_state import RandomState, find_generators, random_state, set_random_state
 from azureml_strategy.checkpoint.resume import ResumeError
 from azureml_strategy.interfaces import ActsBetweenSteps
@@ -28,6 +28,7 @@ from azureml_strategy.lightning_internals import (
     accumulates,
     begins_shorter_anew,
     data_fetcher,
+    ended_once,
     load_loader_states,
     loader_iterators,
     loader_states,
@@ -43,10 +44,51 @@ from azureml_strategy.lightning_internals import (
 
 log = logging.getLogger(__name__)
 
+
 # Key of the random state at the start of a pass through the data. Making its iterators draws random numbers.
 _BEGIN = -1
 # Reading at least this many batches again is logged, to explain the delay.
 _MANY_BATCHES = 50
+
+
+class _RecordsItsEnd(Iterator[Any]):
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self.ended = False
+
+    @override
+    def __next__(self) -> Any:
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self.ended = True
+            raise
+
+
+def watch_ends(loaders: CombinedLoader) -> None:
+    """Note from now on which iterators come to their end. Call it once for those of an epoch."""
+    iterators = loader_iterators(loaders) or []
+    if len(iterators) > 1 and not begins_shorter_anew(loaders):  # else Lightning notes it itself
+        iterators[:] = [_RecordsItsEnd(each) for each in iterators]
+
+
+def ended(loaders: CombinedLoader) -> list[bool]:
+    """Tell of each loader whether it has come to its end in this epoch."""
+    if begins_shorter_anew(loaders):
+        return list(ended_once(loaders))
+    return [isinstance(each, _RecordsItsEnd) and each.ended for each in loader_iterators(loaders) or ()]
+
+
+def end_again(loaders: CombinedLoader, ended: Sequence[bool]) -> None:
+    """Mark the new iterators as ended whose loaders had ended when the checkpoint was written."""
+    iterators = loader_iterators(loaders) or []
+    for index, has_ended in enumerate(ended):
+        if not has_ended:
+            continue
+        if begins_shorter_anew(loaders):
+            ended_once(loaders)[index] = True
+        else:
+            iterators[index] = iter(())
 
 
 class DataPosition:

@@ -20,7 +20,7 @@ from isal.isal_zlib import crc32
 
 from azureml_strategy.checkpoint.global_batch import GlobalBatch
 from azureml_strategy.control.messages import register
-from azureml_strategy.inside import is_component
+from azureml_strategy.files import is_component
 
 AnyPath = TypeVar("AnyPath", Path, PurePosixPath)
 # Suffixes of the files that lie beside a checkpoint. No checkpoint's own name may end in one.

@@ -32,8 +32,7 @@ from azureml_strategy.cli import (
     tune,
     workspace,
 )
-from azureml_strategy.cli.parser import Parser
-from azureml_strategy.cli.verbs import fail, print_uncaught, stopped
+from azureml_strategy.cli.verbs import Parser, fail, print_uncaught, stopped
 from azureml_strategy.lazy import missing_extra
 
 __all__ = ["main"]

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from azureml_strategy.cli.parser import Parser
-from azureml_strategy.cli.verbs import Verbs, add_verb
+from azureml_strategy.cli.verbs import Parser, Verbs, add_verb
 
 _EPILOG = """\
 in this shell, and in every new one if the line is in the file beside it:

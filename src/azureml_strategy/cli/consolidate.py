@@ -89,7 +89,7 @@ def _run(options: argparse.Namespace) -> int:
 def _write_file(options: argparse.Namespace) -> int:
     from azureml_strategy.checkpoint.consolidate import consolidate
     from azureml_strategy.checkpoint.module_record import module_overrides
-    from azureml_strategy.checkpoint.plain_data import moved_hyperparameters
+    from azureml_strategy.checkpoint.serialization import moved_hyperparameters
 
     overrides = module_overrides(options.module_class, options.input_shape, options.input_dtype)
     weights = consolidate(options.checkpoint, options.output, trust_pickles=options.trust_pickles, overrides=overrides)

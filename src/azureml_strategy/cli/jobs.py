@@ -123,8 +123,8 @@ def _download(options: argparse.Namespace) -> int:
 
 @refusing
 def _upload_metrics(options: argparse.Namespace) -> int:
-    from azureml_strategy.jobs.metrics import store_address
-    from azureml_strategy.tracking.spool import upload_all
+    from azureml_strategy.jobs.listing import store_address
+    from azureml_strategy.tracking.offline_queue import upload_all
 
     def address(store: str) -> str:
         return options.tracking_uri or store_address(store, lambda: client(options))

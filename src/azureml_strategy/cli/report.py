@@ -110,7 +110,7 @@ def _find_run(run: str, store: str | None) -> tuple[str, str]:
             raise ReportError(f"There is no {run}. Name a run id, the output folder of a run, or a JSON file.")
         if store == "azureml":
             from azureml_strategy.jobs import connect
-            from azureml_strategy.jobs.metrics import tracking_uri
+            from azureml_strategy.jobs.listing import tracking_uri
 
             store = tracking_uri(connect())
         return run, resolve_tracking_uri(store)

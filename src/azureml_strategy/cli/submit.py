@@ -183,7 +183,7 @@ def _sweep(options: argparse.Namespace) -> Sweep | None:
 
 def _print_job(plan: JobPlan, name: str | None) -> int:
     from azureml_strategy.jobs.render import render_offline
-    from azureml_strategy.jobs.summary import summarize
+    from azureml_strategy.jobs.submit import summarize
 
     job, price, text = render_offline(plan, name)
     snapshot = plan.snapshot()

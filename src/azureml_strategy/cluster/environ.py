@@ -1,6 +1,5 @@
-"""Reads numbers, nodes and addresses from the environment variables of a job, with errors that name the variable.
-
-The module also defines `LaunchError`, and the switches of the callbacks that every Trainer of a job gets.
+"""Reads numbers, nodes and addresses from the environment variables of a job, with errors that name the variable,
+and finds variables of this package that nothing reads.
 """
 
 from __future__ import annotations
@@ -8,6 +7,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
+
+from azureml_strategy.cluster.job import read_price
 
 # With the value `off`, each disables one of the callbacks that every Trainer of a job gets. Switch the guard off for
 # Trainers that are meant to train alone in each process, as in a parallel job.
@@ -73,6 +74,19 @@ VARIABLES = (
     *(*NODE_VARIABLES, *ADDRESS_VARIABLES, *_INDICES),
 )
 JOB_PREFIXES = ("AZ_BATCHAI_", "AMLARC_")
+_PREFIX = "AZUREML_STRATEGY_"
+# Those that other rooms read.
+_OTHERS = (
+    "RESUME",
+    "LAUNCHER",
+    "MAX_SAMPLES",
+    *(f"PRICE_{each}" for each in ("PER_HOUR", "CURRENCY", "SOURCE", "DATE")),
+)
+_PRICE = f"{_PREFIX}PRICE_PER_HOUR"
+KNOWN = (*SWITCHES, EVENTS_VARIABLE, PLANNED_VARIABLES, *(f"{_PREFIX}{each}" for each in _OTHERS))
+# These take other words than `off`. The code that reads them warns of a wrong word.
+_WITH_WORDS = (CHECKPOINT_SWITCH, HANG_WATCH_SWITCH)
+_MEANS_ON = ("", "on", "1", "true", "yes")
 
 
 class LaunchError(RuntimeError):
@@ -270,3 +284,24 @@ def main_address(environ: Mapping[str, str], num_nodes: int, *, given_by_platfor
 
 def _entries(environ: Mapping[str, str], name: str, separator: str) -> list[str]:
     return [entry.strip() for entry in environ.get(name, "").split(separator) if entry.strip()]
+
+
+def variables_without_effect(environ: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each variable `AZUREML_STRATEGY_*` that is set and does nothing."""
+    environ, found = copied(environ), []
+    for name in sorted(name for name in environ if name.upper().startswith(_PREFIX)):
+        value = environ[name]
+        if name not in KNOWN:
+            found.append(f"{name} is set, and nothing reads it.{_meant(name)}")
+        elif name in SWITCHES and name not in _WITH_WORDS and value.strip().lower() not in (*_MEANS_ON, "off"):
+            found.append(f"{name}={value!r} switches nothing off. Write {name}=off, or remove it.")
+    if environ.get(_PRICE) and read_price(environ) is None:
+        found.append(f"{_PRICE}={environ[_PRICE]!r} is no price, and no cost is told. Write a number such as 3.5.")
+    return found
+
+
+def _meant(name: str) -> str:
+    from difflib import get_close_matches  # only here
+
+    near = get_close_matches(name.upper(), KNOWN, n=1, cutoff=0.85)
+    return f" Did you mean {near[0]}?" if near else " Remove it, or look the name up in the documentation."

@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from azureml_strategy.data.conversations import ConversationEncoder, Learn, encode_files
 from azureml_strategy.data.images import IGNORED_LABEL
-from azureml_strategy.data.passed_over import PassedOver, first_names, warn
 from azureml_strategy.data.sampler import ResumableLoader, global_seed, replica
+from azureml_strategy.data.skipped import PassedOver, first_names, warn
 from azureml_strategy.data.text import SequenceSampler, TokenDataModule
 from azureml_strategy.data.tokens import Corpus, CorpusError, find_corpus
 from azureml_strategy.huggingface.sources import find_source

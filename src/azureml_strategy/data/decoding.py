@@ -1,40 +1,150 @@
-"""Decodes images: from the bytes of a record to a crop of it, resized to a square.
-
-A record is a JPEG, PNG, WEBP or BMP file, or a numpy file (.npy) of pixels. What is inside decides, not a name.
-Greyscale, palette, CMYK, transparent and 16-bit images become RGB. EXIF rotation is ignored, as in the published
-results on ImageNet. If the crop allows it, a JPEG is decoded at a half, a quarter or an eighth of its size, which costs
-correspondingly less.
-
-Both decoders resize with antialiasing, by a triangle that covers as many pixels as become one (Pillow's BILINEAR).
-torch's operator for bytes does so in a quarter of the time, but only for crops at whole pixels: Pillow takes the
-others. OpenCV was measured as well: INTER_LINEAR takes two thirds of torch's time, but it skips pixels, and a crop of
-370 pixels made 224 is 1.5 grey levels off on average; INTER_AREA takes four times as long.
-"""
+"""Decodes images: from the bytes of a record to a crop of it, resized to a square."""
 
 from __future__ import annotations
 
 import io
 import math
+import random
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from azureml_strategy.data.crops import Crop
-from azureml_strategy.data.jpeg_rows import with_fewer_rows
 from azureml_strategy.data.pillow_images import is_huge, open_image, refuse_costly, to_rgb
 from azureml_strategy.lazy import install_line
 
+# Aspect ratios of random crops: Szegedy et al. 2014, section 6 (https://arxiv.org/abs/1409.4842).
+_ASPECT_RATIOS = (3 / 4, 4 / 3)
+_ATTEMPTS = 10
+
+# Markers: https://www.w3.org/Graphics/JPEG/itu-t81.pdf, table B.1.
+_START_OF_IMAGE, _END_OF_IMAGE = b"\xff\xd8", b"\xff\xd9"
+_BASELINE, _EXTENDED, _START_OF_SCAN = 0xC0, 0xC1, 0xDA
+# Other ways to code an image, which spread a row over the file (progressive), or which are rare.
+_OTHER_FRAMES = frozenset(range(0xC2, 0xD0)) - {0xC4, 0xC8, 0xCC}
+# Rows of the largest block of pixels that is coded as one. Fewer rows than this are not worth a copy of the file.
+_BLOCK = 16
 Pixels = NDArray[np.uint8]
+
+
+class Crop(NamedTuple):
+    """A rectangle of an image, in its pixels, and whether to mirror it."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    flip: bool = False
+
+
+def random_crop(width: int, height: int, minimum_scale: float, flip: bool, rng: random.Random) -> Crop:
+    """Return a crop of random area and aspect ratio, as torchvision's RandomResizedCrop, mirrored half the time.
+
+    Args:
+        width: of the image, pixels.
+        height: of the image, pixels.
+        minimum_scale: the smallest share of the image's area, above 0 and up to 1; 0.08 for ImageNet.
+        flip: whether to mirror at all.
+        rng: source of randomness.
+
+    Returns:
+        A crop within the image. If none of ten attempts fits, as in an extremely long image, it is the largest centred
+        crop of an allowed aspect ratio.
+    """
+    mirrored = flip and rng.random() < 0.5
+    for _ in range(_ATTEMPTS):
+        area = width * height * rng.uniform(minimum_scale, 1.0)
+        ratio = math.exp(rng.uniform(math.log(_ASPECT_RATIOS[0]), math.log(_ASPECT_RATIOS[1])))
+        crop_width, crop_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < crop_width <= width and 0 < crop_height <= height:
+            left, top = rng.randint(0, width - crop_width), rng.randint(0, height - crop_height)
+            return Crop(left, top, crop_width, crop_height, mirrored)
+    widest, tallest = min(width, height * _ASPECT_RATIOS[1]), min(height, width / _ASPECT_RATIOS[0])
+    return _centred(width, height, widest, tallest)._replace(flip=mirrored)
+
+
+def window_crop(width: int, height: int, size: int, flip: bool, rng: random.Random) -> Crop:
+    """Return a random square of an image's own pixels, mirrored half the time: for images that are small already.
+
+    Args:
+        width: of the image, pixels.
+        height: of the image, pixels.
+        size: side of the square, pixels. In an image whose shorter side is less, the square has that side.
+        flip: whether to mirror at all.
+        rng: source of randomness.
+    """
+    mirrored = flip and rng.random() < 0.5
+    side = min(size, width, height)
+    return Crop(rng.randint(0, width - side), rng.randint(0, height - side), side, side, mirrored)
+
+
+def centre_crop(width: int, height: int, share: float) -> Crop:
+    """Return a square in the centre of an image.
+
+    Args:
+        width: of the image, pixels.
+        height: of the image, pixels.
+        share: side of the square divided by the image's shorter side. 0.875 is the usual evaluation on ImageNet: resize
+            the shorter side to 256 pixels, then cut out 224.
+    """
+    side = min(width, height) * share
+    return _centred(width, height, side, side)
+
+
+def _centred(width: int, height: int, crop_width: float, crop_height: float) -> Crop:
+    return Crop((width - crop_width) / 2, (height - crop_height) / 2, crop_width, crop_height)
+
+
+def with_fewer_rows(record: bytes, rows: int) -> tuple[bytes | bytearray, int]:
+    """Return a JPEG of the first rows of another one.
+
+    What is left over of the file is data in excess, of which a decoder has to be tolerant (simplejpeg's
+    `strict=False`). A tolerant decoder takes a file that was cut off, too. So one that does not end as a JPEG does is
+    returned as it is, and so is one that cannot be shortened.
+
+    Args:
+        record: a JPEG file.
+        rows: how many are needed, 1 or more.
+
+    Returns:
+        The file, and how many rows it has: those needed and up to 15 more, or all; -1 for a file that was not changed.
+    """
+    place = _place_of_height(record) if record.endswith(_END_OF_IMAGE) else None
+    if place is None:
+        return record, -1
+    rows = -(-rows // _BLOCK) * _BLOCK
+    if rows + _BLOCK > int.from_bytes(record[place : place + 2], "big"):
+        return record, -1
+    shorter = bytearray(record)
+    shorter[place : place + 2] = rows.to_bytes(2, "big")
+    return shorter, rows
+
+
+def _place_of_height(record: bytes) -> int | None:
+    """Return where the number of rows stands in a file whose rows follow one another; None in another file."""
+    height = components = None
+    place = len(_START_OF_IMAGE)
+    while place + 10 < len(record) and record[place] == 0xFF:
+        marker = record[place + 1]
+        if marker in _OTHER_FRAMES:
+            return None
+        if marker in (_BASELINE, _EXTENDED):
+            height, components = place + 5, record[place + 9]
+        if marker == _START_OF_SCAN:  # all components in one scan, or they follow one another
+            return height if record[place + 4] == components else None
+        place += 2 + int.from_bytes(record[place + 2 : place + 4], "big")
+    return None
+
+
 # Maps width and height of an image, in pixels, to the crop. It is called again if a decoder gives up on an image.
 ChooseCrop = Callable[[int, int], Crop]
 # Decodes a record into uint8 `(size, size, 3)`, RGB. Raises exceptions of many types: Pillow has no common one.
 Decoder = Callable[[bytes, ChooseCrop, Pixels], None]
-
 _JPEG, _NPY = b"\xff\xd8\xff", b"\x93NUMPY"
 # Of simplejpeg's scales, n/8, only these are faster than the whole: libjpeg-turbo has vector code for them.
 _REDUCTIONS = (8, 4, 2)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from azureml_strategy.data.passed_over import PassedOver, first_names, is_no_data, warn
+from azureml_strategy.data.skipped import PassedOver, first_names, is_no_data, warn
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 _INPUT_PREFIX = "AZURE_ML_INPUT_"

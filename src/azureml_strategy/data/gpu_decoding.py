@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from azureml_strategy.data.crops import Crop
+from azureml_strategy.data.decoding import Crop
 from azureml_strategy.data.images import ImageFolder
 from azureml_strategy.data.modules import ImageFolderDataModule
 from azureml_strategy.lazy import require_library

@@ -17,13 +17,12 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 from typing_extensions import override
 
-from azureml_strategy.data.crops import Crop, centre_crop, random_crop, window_crop
-from azureml_strategy.data.decoding import choose_decoder
+from azureml_strategy.data.decoding import Crop, centre_crop, choose_decoder, random_crop, window_crop
 from azureml_strategy.data.folders import ClassFolders, scan_class_folders
 from azureml_strategy.data.pillow_images import is_damage
 from azureml_strategy.data.storage import own_fault, storage_error
 from azureml_strategy.data.unreadable import UnreadableImages, UnreadableImagesError
-from azureml_strategy.whole_reads import read_whole
+from azureml_strategy.files import read_whole
 
 __all__ = [
     "IGNORED_LABEL",

@@ -32,9 +32,8 @@ from azureml_strategy.data.shard_index import (
 )
 from azureml_strategy.data.storage import is_remote, own_fault, storage_error
 from azureml_strategy.data.tar_index import index_tars, is_indexed
-from azureml_strategy.inside import is_private
+from azureml_strategy.files import is_private, read_range
 from azureml_strategy.network.doctor.disks import read_mounts
-from azureml_strategy.whole_reads import read_range
 
 # The share of a disk's free space that the cache takes unless told otherwise: checkpoints and logs need some, too.
 _SHARE = 0.9

@@ -21,8 +21,8 @@ from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
 from azureml_strategy.data.npy_files import read_npz
-from azureml_strategy.data.passed_over import first_names, warn
-from azureml_strategy.inside import OutsideError, name_within
+from azureml_strategy.data.skipped import first_names, warn
+from azureml_strategy.files import OutsideError, name_within
 
 INDEX_NAME = "index.npz"
 # The fact that names the tars, with sizes and times, of which an index was made that was not packed with them.

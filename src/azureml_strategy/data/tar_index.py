@@ -20,8 +20,8 @@ from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 from typing_extensions import Buffer, override
 
-from azureml_strategy.data.passed_over import PassedOver, is_no_data
 from azureml_strategy.data.shard_index import PASSED_OVER, ShardIndex, ShardIndexError, numbered_classes
+from azureml_strategy.data.skipped import PassedOver, is_no_data
 
 if TYPE_CHECKING:
     from azureml_strategy.data.storage import Storage

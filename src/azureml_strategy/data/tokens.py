@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from azureml_strategy.data.folders import resolve_root, written_once
-from azureml_strategy.data.passed_over import PassedOver, is_no_data, warn
-from azureml_strategy.whole_reads import read_whole
+from azureml_strategy.data.skipped import PassedOver, is_no_data, warn
+from azureml_strategy.files import read_whole
 
 _MANIFEST = "manifest.json"
 # Version of the layout below. Another version gets another folder.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from azureml_strategy.emulator.error_sentence import error_sentence
 from azureml_strategy.emulator.gpus import enough_gpus
 from azureml_strategy.emulator.job import Emulated, EmulatedJob, Preemption, emulate, emulate_run
 from azureml_strategy.emulator.nodes import EmulationError
+from azureml_strategy.emulator.processes import error_sentence
 
 __all__ = [
     "Emulated",

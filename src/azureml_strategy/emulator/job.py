@@ -27,14 +27,13 @@ from azureml_strategy.cluster.emulated import (
 from azureml_strategy.cluster.environ import DEFAULT_PORT, EVENTS_VARIABLE
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.emulator.error_sentence import error_sentence
 from azureml_strategy.emulator.gpus import NodeGPUs, share_out
 from azureml_strategy.emulator.nodes import EmulationError, IsolatedNodes, reserved_port
-from azureml_strategy.emulator.processes import Outcome, PowerCut, Process, run_together
+from azureml_strategy.emulator.processes import Outcome, PowerCut, Process, error_sentence, run_together
 from azureml_strategy.tracking.batch import Batch, End
+from azureml_strategy.tracking.offline_queue import OfflineQueue, command
 from azureml_strategy.tracking.run import RunRequest
 from azureml_strategy.tracking.source import command_run_name
-from azureml_strategy.tracking.spool import OfflineQueue, command
 from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, one_attempt_client, store_errors
 
 if TYPE_CHECKING:

@@ -1,8 +1,9 @@
-"""Runs processes side by side, and ends all of them when one fails."""
+"""Runs processes side by side, ends all of them when one fails, and finds the sentence that says why it failed."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,12 +15,38 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
+from azureml_strategy.cluster.redaction import redact_text
+
+_LONGEST = 500
+# The last line of a traceback, and what our commands say before they end with 2. Python 3.11 and later indent those of
+# groups of exceptions.
+_ERROR = re.compile(
+    r"(?:\[rank\d+\]: )?[\s|]*(?P<words>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)(?::\s.*|$))"
+    r"|azureml-strategy: (?P<ours>.+)"
+)
+# What follows an error and says nothing of it.
+_HINTS = ("Set the environment variable HYDRA_FULL_ERROR", "To execute this with")
+
 # Time for a process to end in order after SIGTERM. Azure gives a spot node at least 30 s.
 _GRACE_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 _LAST_LINES = 30
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _print_lock = threading.Lock()
+
+
+def error_sentence(lines: Sequence[str]) -> str:
+    """Find the last error among the last lines of a process; without one, its last line.
+
+    Args:
+        lines: that the process has printed, the last ones last.
+
+    Returns:
+        One line of 500 characters at most, without secrets; empty if the process has printed nothing.
+    """
+    found = [match["words"] or match["ours"] for match in map(_ERROR.match, lines) if match]
+    spoken = [line.strip() for line in lines if line.strip() and not line.startswith(_HINTS)]
+    return redact_text(" ".join((found or spoken or [""])[-1].split()))[:_LONGEST]
 
 
 @dataclass(frozen=True)

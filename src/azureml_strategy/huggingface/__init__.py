@@ -9,7 +9,7 @@ from azureml_strategy.lazy import lazy_attributes
 if TYPE_CHECKING:
     from azureml_strategy.huggingface.loading import load_pretrained
     from azureml_strategy.huggingface.sources import PretrainedModelError
-    from azureml_strategy.huggingface.tokens import tokens_per_loss
+    from azureml_strategy.huggingface.token_loss import tokens_per_loss
 
 __all__ = ["PretrainedModelError", "load_pretrained", "tokens_per_loss"]
 
@@ -18,6 +18,6 @@ __getattr__ = lazy_attributes(
     {
         "PretrainedModelError": "azureml_strategy.huggingface.sources",
         "load_pretrained": "azureml_strategy.huggingface.loading",
-        "tokens_per_loss": "azureml_strategy.huggingface.tokens",
+        "tokens_per_loss": "azureml_strategy.huggingface.token_loss",
     },
 )

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from azureml_strategy.checkpoint.plain_data import PlainDataStrategy
+from azureml_strategy.checkpoint.serialization import PlainDataStrategy
 from azureml_strategy.huggingface.adapters import base_parameters, checksums, digest, is_original
 from azureml_strategy.huggingface.record import (
     BaseRecord,

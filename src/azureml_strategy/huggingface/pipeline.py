@@ -19,7 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
-from azureml_strategy.huggingface.shells import PartRunner
+from azureml_strategy.huggingface.model_parts import PartRunner
 from azureml_strategy.huggingface.transformers_internals import (
     body,
     checkpoints_activations,

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from azureml_strategy.checkpoint.formats import CheckpointFormatError
-from azureml_strategy.checkpoint.plain_data import HUGGING_FACE
+from azureml_strategy.checkpoint.serialization import HUGGING_FACE
+from azureml_strategy.files import is_component
 from azureml_strategy.huggingface.loading import source_of
 from azureml_strategy.huggingface.transformers_internals import (
     commit_of,
@@ -27,7 +28,6 @@ from azureml_strategy.huggingface.transformers_internals import (
     is_tokenizer,
     library_class,
 )
-from azureml_strategy.inside import is_component
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

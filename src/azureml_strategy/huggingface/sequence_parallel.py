@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from azureml_strategy.huggingface.sources import PretrainedModelError
-from azureml_strategy.huggingface.tokens import IGNORED
+from azureml_strategy.huggingface.token_loss import IGNORED
 from azureml_strategy.huggingface.transformers_internals import (
     attention_name,
     has_registered_attention,

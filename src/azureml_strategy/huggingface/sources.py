@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from azureml_strategy.inside import name_within
+from azureml_strategy.files import name_within
 
 _REGISTERED = "azureml:"
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"

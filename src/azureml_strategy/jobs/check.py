@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from azureml_strategy.jobs.client import connect, plain
+from azureml_strategy.jobs.client import WorkspaceSettings, connect, plain
 from azureml_strategy.jobs.inputs import asset_of, check_data, datastore_of
-from azureml_strategy.jobs.places import WorkspaceSettings
 from azureml_strategy.jobs.plan import JobPlan
 from azureml_strategy.jobs.render import build_job
 from azureml_strategy.jobs.service_errors import JobError, service_errors

@@ -20,9 +20,10 @@ from azureml_strategy.jobs.listing import (
     log_files,
     printed_log,
     read_log,
+    run_metrics,
     show_job,
+    tracking_uri,
 )
-from azureml_strategy.jobs.metrics import run_metrics, tracking_uri
 from azureml_strategy.jobs.service_errors import JobError, ServiceError, translate
 
 if TYPE_CHECKING:

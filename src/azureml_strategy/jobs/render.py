@@ -23,9 +23,9 @@ from azureml_strategy.jobs.resources import (
     distribution_of,
     identity_of,
     resources_of,
+    services_of,
 )
 from azureml_strategy.jobs.service_errors import JobError
-from azureml_strategy.jobs.services import services_of
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import Command

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from azureml_strategy.jobs.places import WorkspaceSettings
+from azureml_strategy.jobs.client import WorkspaceSettings
 from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.training.recipes import near_matches
 

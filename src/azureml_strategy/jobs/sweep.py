@@ -21,8 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from azureml_strategy.cluster.launchers import detect_ranks
 from azureml_strategy.command_line import as_typed
-from azureml_strategy.jobs.listing import FINAL
-from azureml_strategy.jobs.metrics import run_metrics, tracking_uri
+from azureml_strategy.jobs.listing import FINAL, run_metrics, tracking_uri
 from azureml_strategy.jobs.render import render_job
 from azureml_strategy.jobs.service_errors import JobError, ServiceError
 from azureml_strategy.jobs.submit import SubmittedJob, submit_recipe

@@ -14,9 +14,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from azureml_strategy.huggingface.loading import load_pretrained
-from azureml_strategy.huggingface.losses import adds_to_loss, token_losses
 from azureml_strategy.huggingface.sources import PretrainedModelError
-from azureml_strategy.huggingface.tokens import IGNORED
+from azureml_strategy.huggingface.token_loss import IGNORED, adds_to_loss, token_losses
 from azureml_strategy.models.language_model import NextTokenModule
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DistributedSampler
 from typing_extensions import override
 
-from azureml_strategy.huggingface.tokens import IGNORED, at_least_one, mean_tokens
+from azureml_strategy.huggingface.token_loss import IGNORED, at_least_one, mean_tokens
 from azureml_strategy.interfaces import AveragesGradients
 from azureml_strategy.lightning_internals import accumulates
 

@@ -9,10 +9,9 @@ from azureml_strategy.lazy import lazy_attributes
 if TYPE_CHECKING:
     from azureml_strategy.network.findings import Finding
     from azureml_strategy.network.infiniband import HCA, read_hcas
-    from azureml_strategy.network.nccl import NetworkPlan, plan_nccl
+    from azureml_strategy.network.nccl import NetworkPlan, Setting, plan_nccl
     from azureml_strategy.network.nccl_log import Transport, read_transport
     from azureml_strategy.network.node import Node, read_node
-    from azureml_strategy.network.settings import Setting
     from azureml_strategy.network.vm_sizes import UnknownVMSize, VMSize, lookup_vm_size
 
 __all__ = [
@@ -41,7 +40,7 @@ __getattr__ = lazy_attributes(
         "plan_nccl": "azureml_strategy.network.nccl",
         "Node": "azureml_strategy.network.node",
         "read_node": "azureml_strategy.network.node",
-        "Setting": "azureml_strategy.network.settings",
+        "Setting": "azureml_strategy.network.nccl",
         "Transport": "azureml_strategy.network.nccl_log",
         "read_transport": "azureml_strategy.network.nccl_log",
         "UnknownVMSize": "azureml_strategy.network.vm_sizes",

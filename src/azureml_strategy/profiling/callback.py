@@ -32,8 +32,7 @@ from azureml_strategy.profiling.request import (
     parse_steps,
 )
 from azureml_strategy.profiling.session import LOST, Session, why_busy
-from azureml_strategy.profiling.upload import Uploader
-from azureml_strategy.profiling.writer import ProfileWriter
+from azureml_strategy.profiling.writer import ProfileWriter, Uploader
 from azureml_strategy.tracking.events import record_event
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 
 from azureml_strategy.profiling.request import Details
-from azureml_strategy.tracking.span_profiler import own_profiler
+from azureml_strategy.tracking.timing.span_profiler import own_profiler
 
 # torch does not show whose recording is on. It sets a flag to True when one begins, and reads only whether it is true.
 # So as long as the flag has this other true value, no recording has begun since ours.

@@ -1,9 +1,4 @@
-"""Sums up one rank's trace: the top operators, exposed communication by collective, idle time.
-
-It needs neither torch nor Lightning, and a process of its own runs it: reading a large trace in Python would hold up
-the training. By hand: `python -m azureml_strategy.profiling.trace_summary TRACE.json.gz` prints the summary of any
-trace of torch's.
-"""
+"""Sums up one rank's trace: the top operators, exposed communication by collective, idle time."""
 
 from __future__ import annotations
 
@@ -17,9 +12,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from azureml_strategy.profiling.intervals import Interval, Intervals, intersect, subtract, total, union
 from azureml_strategy.profiling.kernel_names import kernel_name, printable, shorten
 
+Interval = tuple[float, float]
+"""A start and an end, which is not before the start."""
+Intervals = list[Interval]
+"""Sorted intervals with a gap between each two; none is empty."""
 Event = dict[str, Any]
 
 # Python needs about ten times the size of a trace to read it.
@@ -58,6 +56,47 @@ _COLLECTIVES = {
     "send": "send",
     "recv": "recv",
 }
+
+
+def union(intervals: Iterable[Interval]) -> Intervals:
+    """Return the times in at least one interval. Intervals may be in any order, overlap, touch or be empty."""
+    joined: Intervals = []
+    for start, end in sorted(intervals):
+        if start >= end:
+            continue
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def subtract(whole: Intervals, away: Intervals) -> Intervals:
+    """Return the times in the first set that are not in the second one."""
+    left: Intervals = []
+    index = 0
+    for start, end in whole:
+        while index < len(away) and away[index][1] <= start:
+            index += 1
+        place = index
+        while place < len(away) and away[place][0] < end:
+            if start < away[place][0]:
+                left.append((start, away[place][0]))
+            start = max(start, away[place][1])
+            place += 1
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def intersect(one: Intervals, other: Intervals) -> Intervals:
+    """Return the times that are in both sets."""
+    return subtract(one, subtract(one, other))
+
+
+def total(intervals: Intervals) -> float:
+    """Return the length of all intervals together."""
+    return sum(end - start for start, end in intervals)
 
 
 def summarize(trace: dict[str, Any], last: int | None = None) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from azureml_strategy.lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from azureml_strategy.reporting.callback import RunPage
+    from azureml_strategy.tracking.run_page import RunPage
 
 __all__ = ["RunPage"]
 
-__getattr__ = lazy_attributes(__name__, {"RunPage": "azureml_strategy.reporting.callback"})
+__getattr__ = lazy_attributes(__name__, {"RunPage": "azureml_strategy.tracking.run_page"})

@@ -15,8 +15,7 @@ from typing import Any, get_args
 import numpy as np
 
 from azureml_strategy.cluster.redaction import redact, redact_text, without_secrets
-from azureml_strategy.reporting.artifacts import Artifacts
-from azureml_strategy.reporting.profiles import RankProfile, read_profiles
+from azureml_strategy.reporting.profiles import Artifacts, RankProfile, read_profiles
 from azureml_strategy.reporting.series import Series
 from azureml_strategy.reporting.stores import RunStore, StoredRun, open_store
 from azureml_strategy.tracking.events import Event, Kind

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from azureml_strategy.reporting.advice import NextStep, verdict_of
 from azureml_strategy.reporting.charts import LINES, Chart, Line, line_chart, plain
 from azureml_strategy.reporting.collect import RunRecord
-from azureml_strategy.reporting.formats import count, duration, figure, money
-from azureml_strategy.reporting.page import LegendEntry, Page, Section, Table
+from azureml_strategy.reporting.page import LegendEntry, Page, Section, Table, count, duration, figure, money
 from azureml_strategy.reporting.part_charts import PART_COLOURS, bars
 from azureml_strategy.tracking.verdict import NAMES, mfu_text
 

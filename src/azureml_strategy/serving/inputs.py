@@ -17,7 +17,7 @@ from torch import Tensor
 from azureml_strategy.checkpoint.module_record import read_input
 from azureml_strategy.data.npy_files import NPY, read_npy
 from azureml_strategy.data.pillow_images import open_image, to_mode
-from azureml_strategy.whole_reads import read_whole
+from azureml_strategy.files import read_whole
 
 Numbers = npt.NDArray[Any]
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp")

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from azureml_strategy.checkpoint import formats
-from azureml_strategy.checkpoint.module_making import make_module
+from azureml_strategy.checkpoint.module_rebuild import make_module
 from azureml_strategy.checkpoint.module_record import INPUT, MODULE
 from azureml_strategy.serving import MAX_SAMPLES, WEIGHTS
 from azureml_strategy.serving.inputs import MAX_NUMBERS, BadInputError, ExpectedInput

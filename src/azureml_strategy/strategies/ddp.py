@@ -36,8 +36,7 @@ from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.process_group import end_process_group
 from azureml_strategy.strategies.tuning.record import Conditions, Tuning, describe_batch, device_name
-from azureml_strategy.strategies.tuning.search import Request
-from azureml_strategy.strategies.tuning.settings import Settings, allowed_compressions
+from azureml_strategy.strategies.tuning.search import Request, Settings, allowed_compressions
 from azureml_strategy.strategies.tuning.trials import POWERSGD_EXACT_STEPS, TrialBench
 from azureml_strategy.strategies.tuning.tuner import TuningOrder, say, tune
 

@@ -40,12 +40,11 @@ from azureml_strategy.strategies.mixed_precision import (
 )
 from azureml_strategy.strategies.model_parallel.checkpoint import reading
 from azureml_strategy.strategies.model_parallel.fsdp_internals import begin_as_root
-from azureml_strategy.strategies.model_parallel.gathering import Gathering
-from azureml_strategy.strategies.model_parallel.gradients import copy_gradients
-from azureml_strategy.strategies.model_parallel.hooks import NormsOverMeshes
+from azureml_strategy.strategies.model_parallel.gradients import NormsOverMeshes, copy_gradients
 from azureml_strategy.strategies.model_parallel.layout import Size, plan_layout
 from azureml_strategy.strategies.model_parallel.plan import is_parallel, spread
 from azureml_strategy.strategies.model_parallel.refusals import refuse_copies, refuse_optimizer
+from azureml_strategy.strategies.model_parallel.units import Gathering
 from azureml_strategy.strategies.model_parallel.whole_values import train_alike
 from azureml_strategy.strategies.reduction import reduce_over_ranks
 from azureml_strategy.strategies.true_precision import builds_tables, keep_precise

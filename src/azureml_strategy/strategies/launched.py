@@ -1,4 +1,8 @@
-"""Base of all our strategies: processes, ranks and devices come from the launch."""
+"""Names at the start of a training what is in evaluation mode although it trains.
+
+`from_pretrained` of transformers leaves a model so, and Lightning keeps the modes that a module has: the model would
+train without dropout and without activation checkpointing.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,13 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
@@ -25,23 +30,89 @@ from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.environment import AzureMLEnvironment
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.node_count import learn_launch
+from azureml_strategy.control.gather import gather
 from azureml_strategy.huggingface.checkpoints import RecordsModels
 from azureml_strategy.huggingface.loading import Loading, Way, loading_as
 from azureml_strategy.interfaces import ALL_RANKS
-from azureml_strategy.lightning_internals import accumulates, default_process_group_backend, is_interactive
+from azureml_strategy.lightning_internals import (
+    accumulates,
+    default_process_group_backend,
+    follow_together,
+    is_interactive,
+)
 from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.network.session import prepare_network
 from azureml_strategy.strategies.averages import keep_averages, warn_of_rounded_averages
+from azureml_strategy.strategies.deepspeed_internals import is_of_zero
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launcher import NodeLauncher
-from azureml_strategy.strategies.modes import warn_of_evaluation_modes
-from azureml_strategy.strategies.monitored import average_monitored_values
+from azureml_strategy.strategies.mixed_precision import NORM_WITH_STATISTICS
 from azureml_strategy.strategies.process_group import note_failure, own_process_group
 from azureml_strategy.strategies.reduction import reduce_over_ranks
 from azureml_strategy.strategies.true_precision import builds_tables, end_precise, keep_precise
 
+# How many names a warning lists.
+_SHOWN = 4
+
 # The network of this process's group. A later Trainer in the same process uses the same group.
 _networks: dict[str, RunNetwork] = {}
+
+
+def warn_of_evaluation_modes(module: LightningModule) -> None:
+    """Warn of parts in evaluation mode whose parameters an optimizer has. Nothing is changed: it may be meant."""
+    found = list(trained_in_evaluation_mode(module))
+    if found:
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        rank_zero_warn(
+            f"{', '.join(found[:_SHOWN])}{more} will train in evaluation mode, without dropout and without activation "
+            "checkpointing. from_pretrained of transformers leaves a model so. Call its train() in configure_model, or "
+            "load it by azureml_strategy.huggingface.load_pretrained; if it is meant, ignore this."
+        )
+
+
+def trained_in_evaluation_mode(module: LightningModule) -> Iterator[str]:
+    """Yield the names of parts in evaluation mode with parameters that train, each without those inside of it.
+
+    Frozen parts are not among them, nor models that no optimizer has, such as teachers, nor normalisations that keep
+    their statistics.
+    """
+    own = {id(each) for each in module.parameters() if each.requires_grad}
+    groups = (group for optimizer in module.trainer.optimizers for group in optimizer.param_groups)
+    held = {id(each) for group in groups for each in group["params"]}
+    # DeepSpeed's optimizers have others in the place of the parameters, and mark those that they train.
+    trained = own & (held | {id(each) for each in module.parameters() if is_of_zero(each)}) or own
+    inside: set[nn.Module] = set()
+    for name, part in module.named_modules():
+        if part in inside or part.training or isinstance(part, NORM_WITH_STATISTICS):
+            continue
+        inside |= set(part.modules())
+        layers = (layer for layer in part.modules() if not isinstance(layer, NORM_WITH_STATISTICS))
+        if any(id(parameter) in trained for layer in layers for parameter in layer.parameters(recurse=False)):
+            yield name or type(module).__name__
+
+
+def average_monitored_values(trainer: Trainer) -> None:
+    """Have all ranks' ReduceLROnPlateau follow the mean over the ranks.
+
+    Lightning gives each the value that its own rank has logged. Without `sync_dist=True` the learning rates come apart,
+    and with them the models. A value that all ranks have alike stays what it is, to the bit.
+
+    Args:
+        trainer: about to start; other functions than fit have no schedulers.
+    """
+    if trainer.state.fn == TrainerFn.FITTING and trainer.world_size > 1:
+        follow_together(trainer, _mean_of_ranks)
+
+
+def _mean_of_ranks(value: Any) -> Any:
+    """A collective. Ranks that have logged nothing count for nothing; Lightning asks for the value on all of them."""
+    logged = [each for each in gather(None if value is None else float(value)) if each is not None]
+    if value is None and not logged:
+        return None
+    if len(set(logged)) == 1 and value is not None:
+        return value
+    mean = sum(logged) / len(logged)
+    return value.new_tensor(mean) if isinstance(value, Tensor) else mean
 
 
 class LaunchedProcesses:

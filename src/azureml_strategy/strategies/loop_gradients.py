@@ -14,8 +14,13 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from azureml_strategy.strategies.added_parameters import for_each_parameter
-from azureml_strategy.strategies.changing_parameters import CompletingDDP, average, follow_backward_passes, optimized
+from azureml_strategy.strategies.changing_parameters import (
+    CompletingDDP,
+    average,
+    follow_backward_passes,
+    for_each_parameter,
+    optimized,
+)
 
 
 class _ReducerPasses:

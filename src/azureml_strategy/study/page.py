@@ -8,8 +8,7 @@ from typing import Any
 from azureml_strategy.cluster.job import format_money
 from azureml_strategy.reporting.advice import NextStep
 from azureml_strategy.reporting.charts import drawn_chart
-from azureml_strategy.reporting.formats import count, figure
-from azureml_strategy.reporting.page import Page, Section, Table, Tile
+from azureml_strategy.reporting.page import Page, Section, Table, Tile, count, figure
 from azureml_strategy.reporting.stores import ReportError
 from azureml_strategy.study.options import StudyError
 from azureml_strategy.study.report import panels, study_columns

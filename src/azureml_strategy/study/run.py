@@ -46,7 +46,7 @@ def read_runs(options: StudyOptions) -> Iterator[Figures]:
     store = options.store
     if store == WORKSPACE:
         from azureml_strategy.jobs import connect
-        from azureml_strategy.jobs.metrics import tracking_uri
+        from azureml_strategy.jobs.listing import tracking_uri
 
         store = tracking_uri(connect())
     client = MlflowClient(resolve_tracking_uri(store))
@@ -114,7 +114,7 @@ def submit_sizes(options: StudyOptions) -> Iterator[Figures]:
     from mlflow.tracking import MlflowClient
 
     from azureml_strategy.jobs import connect  # needs the extra `azure`
-    from azureml_strategy.jobs.metrics import tracking_uri
+    from azureml_strategy.jobs.listing import tracking_uri
     from azureml_strategy.jobs.render import build_offline
     from azureml_strategy.jobs.submit import submit_plan
 

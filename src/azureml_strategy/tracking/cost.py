@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from azureml_strategy.cluster.job import Price, read_price
 from azureml_strategy.tracking.logger import job_loggers
-from azureml_strategy.tracking.throughput import find_throughput
-from azureml_strategy.tracking.time_budget import process_age_s
+from azureml_strategy.tracking.timing.goodput import process_age_s
+from azureml_strategy.tracking.timing.throughput import find_throughput
 
 _SECONDS_PER_HOUR = 3600.0
 _RUN = "cost/run"

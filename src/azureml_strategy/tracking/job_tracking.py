@@ -1,6 +1,5 @@
-"""Records metrics and throughput of a training in the job's MLflow run, although the script does not ask for it.
-
-Every Trainer of a job with an MLflow run has both callbacks.
+"""Records a training whose script does not mention it in the job's MLflow run: its metrics, how fast it trains, and
+the configuration of LightningCLI.
 """
 
 from __future__ import annotations
@@ -12,24 +11,28 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import Logger, MLFlowLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from azureml_strategy.cluster.environ import THROUGHPUT_SWITCH, TRACKING_SWITCH
+from azureml_strategy.cluster.environ import CLI_CONFIG_SWITCH, THROUGHPUT_SWITCH, TRACKING_SWITCH
 from azureml_strategy.cluster.isolation import IsolatedCallback, fault_text
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.launch import Launch, PartialLaunch
+from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.lightning_internals import mlflow_arguments, mlflow_store
 from azureml_strategy.tracking.logger import JobMLFlowLogger, job_loggers
 from azureml_strategy.tracking.report import RunReport
 from azureml_strategy.tracking.run import JobRun, TrackingError, describe_store, job_run
-from azureml_strategy.tracking.summary import Totals
-from azureml_strategy.tracking.throughput import ThroughputCallback, count_samples
+from azureml_strategy.tracking.timing.summary import Totals
+from azureml_strategy.tracking.timing.throughput import ThroughputCallback, count_samples
 
 log = logging.getLogger(__name__)
+
 # The store of Lightning's MLFlowLogger that was given none, not even by the environment.
 _NO_STORE = "file:./mlruns"
 # How long the end of a run waits for what its last hooks have logged.
@@ -39,6 +42,39 @@ _END_S = 10.0
 _BEGUN: set[JobRun] = set()
 # Runs that this process cannot open. Each of them is warned of once.
 _CLOSED: set[JobRun] = set()
+
+
+class LightningCLIConfig(IsolatedCallback):
+    """Makes LightningCLI's `SaveConfigCallback` work where it would raise, and keeps its text with the run.
+
+    That callback refuses to overwrite the file of an earlier run. In a restarted job the file is the job's own, so it
+    may. It also needs a logger with a folder. A `JobMLFlowLogger` has none, and gets the text as an artifact of its
+    run, without secrets, under the file's name.
+
+    Every Trainer has this callback once the script has imported LightningCLI, inside and outside of jobs.
+    """
+
+    switch = CLI_CONFIG_SWITCH
+
+    @override
+    def before_run(self, trainer: Trainer) -> None:
+        """Tell the other callback what it may write, before its `setup`."""
+        job = read_job()
+        for callback in _saving(trainer):
+            callback.overwrite |= job is not None and job.attempt > 0
+            callback.save_to_log_dir &= not isinstance(trainer.logger, JobMLFlowLogger)
+
+    @override
+    @rank_zero_only
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for callback in _saving(trainer):
+            for logger in job_loggers(trainer):
+                logger.log_text(redact_text(callback.parser.dump(callback.config)), callback.config_filename)
+
+
+def _saving(trainer: Trainer) -> list[SaveConfigCallback]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [each for each in callbacks if isinstance(each, SaveConfigCallback)]
 
 
 class JobTracking(IsolatedCallback):

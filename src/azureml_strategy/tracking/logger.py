@@ -21,8 +21,19 @@ from typing_extensions import override
 
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.tracking.batch import TAG_VALUE_LENGTH, DiskFile, End, Metrics, Params, Tags, TextFile, clean_name
-from azureml_strategy.tracking.description import NOTE_LENGTH, NOTE_TAG, merge_description
+from azureml_strategy.tracking.batch import (
+    NOTE_LENGTH,
+    NOTE_TAG,
+    TAG_VALUE_LENGTH,
+    DiskFile,
+    End,
+    Metrics,
+    Params,
+    Tags,
+    TextFile,
+    clean_name,
+    merge_description,
+)
 from azureml_strategy.tracking.events import Event, EventLog
 from azureml_strategy.tracking.run import (
     OpenRun,
@@ -36,7 +47,6 @@ from azureml_strategy.tracking.run import (
 )
 from azureml_strategy.tracking.sender import send_file
 from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, one_attempt_client, store_errors
-from azureml_strategy.tracking.termination import TerminationFlush
 from azureml_strategy.tracking.values import (
     as_number,
     as_step,
@@ -46,7 +56,7 @@ from azureml_strategy.tracking.values import (
     new_params,
     type_name,
 )
-from azureml_strategy.tracking.writer import BatchWriter
+from azureml_strategy.tracking.writer import BatchWriter, TerminationFlush
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

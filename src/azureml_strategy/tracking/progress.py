@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from typing_extensions import override
 
-from azureml_strategy.tracking.throughput import find_throughput
+from azureml_strategy.tracking.timing.throughput import find_throughput
 
 
 class ThroughputProgressBar(TQDMProgressBar):

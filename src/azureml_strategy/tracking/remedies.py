@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from azureml_strategy.tracking.slow_ranks import ONE_MACHINE
+from azureml_strategy.tracking.timing.stragglers import ONE_MACHINE
 
 GOOD_MFU = 0.4
 """What large, well-tuned trainings reach: 38 to 43 % (Llama 3, https://arxiv.org/abs/2407.21783), 46 % (PaLM,

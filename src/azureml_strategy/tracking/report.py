@@ -25,17 +25,17 @@ from azureml_strategy.cluster.data_parallel import data_parallel_size
 from azureml_strategy.cluster.emulated import is_emulated
 from azureml_strategy.cluster.job import format_money, read_job
 from azureml_strategy.lightning_internals import has_bucket_size, sends_by_hook
+from azureml_strategy.tracking.batch import markdown_table
 from azureml_strategy.tracking.cost import find_cost
-from azureml_strategy.tracking.description import markdown_table
 from azureml_strategy.tracking.logger import JobMLFlowLogger
 from azureml_strategy.tracking.network import run_network
-from azureml_strategy.tracking.rank_times import shares_one_machine
 from azureml_strategy.tracking.remedies import SETTINGS, RunFacts
 from azureml_strategy.tracking.run import RunLocation
-from azureml_strategy.tracking.summary import ThroughputSummary
 from azureml_strategy.tracking.tables import print_table
-from azureml_strategy.tracking.throughput import find_throughput
-from azureml_strategy.tracking.time_budget import describe
+from azureml_strategy.tracking.timing.goodput import describe
+from azureml_strategy.tracking.timing.rank_times import shares_one_machine
+from azureml_strategy.tracking.timing.summary import ThroughputSummary
+from azureml_strategy.tracking.timing.throughput import find_throughput
 from azureml_strategy.tracking.verdict import NAMES, PHASES, Verdict, judge, mfu_text
 
 # val/top1, train_acc, accuracy, test/acc_top5, ...

@@ -1,21 +1,23 @@
-"""Finds or opens the MLflow run of this job, and describes where it is.
-
-A `RunRequest` holds what the user asked for, and its `open` returns an `OpenRun`. `LoggedMetrics` knows the last step
-that previous attempts logged of each metric.
+"""Finds or opens the MLflow run of this job, describes where it is, and lets a script's `mlflow.start_run()` join
+it.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import os
 import re
 import shlex
+import sys
 import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from azureml_strategy.cluster.environ import initial_environ
@@ -30,6 +32,8 @@ from azureml_strategy.tracking.store import one_attempt_client
 if TYPE_CHECKING:
     from mlflow.entities import Metric, Run
     from mlflow.tracking import MlflowClient
+
+log = logging.getLogger(__name__)
 
 
 # azureml://REGION.api.azureml.ms/mlflow/v1.0/subscriptions/S/resourceGroups/G/providers/.../workspaces/W
@@ -297,3 +301,36 @@ def _unknown_run(tracking_uri: str, run_id: str) -> str:
 
 def _texts(tags: Mapping[str, Any] | None) -> dict[str, str]:
     return {clean_name(name): str(redact(name, str(value)))[:TAG_VALUE_LENGTH] for name, value in (tags or {}).items()}
+
+
+def join_job_run(fluent: ModuleType) -> None:
+    """Replace `start_run` of `mlflow.tracking.fluent`, which fails in a job after a script's `mlflow.set_experiment`.
+
+    MLflow takes the run of MLFLOW_RUN_ID, and then refuses it, since it is of another experiment. On a laptop, where
+    there is no such run, the same lines work.
+    """
+    start_run = fluent.start_run
+
+    @functools.wraps(start_run)
+    def start_or_join_run(*args: Any, **kwargs: Any) -> Any:
+        chosen = fluent._active_experiment_id
+        if chosen is None or args or kwargs.get("run_id") or not os.environ.get("MLFLOW_RUN_ID"):
+            return start_run(*args, **kwargs)
+        fluent._active_experiment_id = None  # type: ignore[attr-defined]
+        try:
+            run = start_run(*args, **kwargs)
+        finally:
+            fluent._active_experiment_id = chosen  # type: ignore[attr-defined]
+        if run.info.experiment_id != chosen:
+            log.warning(
+                "mlflow.set_experiment() has chosen experiment %s, and the run of this job belongs to %s: "
+                "mlflow.start_run() joins the job's run, and later runs of the script go to its own experiment. "
+                "Name the experiment when you submit the job (job.experiment), and leave mlflow.set_experiment() out.",
+                chosen,
+                run.info.experiment_id,
+            )
+        return run
+
+    fluent.start_run = start_or_join_run  # type: ignore[attr-defined]
+    if getattr(sys.modules.get("mlflow"), "start_run", None) is start_run:  # imported before
+        sys.modules["mlflow"].start_run = start_or_join_run  # type: ignore[attr-defined]

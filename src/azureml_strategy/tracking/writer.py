@@ -1,28 +1,27 @@
-"""The background thread that writes to MLflow, so that training does not wait for it.
-
-`log_metrics` converts a point (`values`) and queues it here. The thread puts queued records into batches, and the
-`Sender` sends them to the run. While the store is away, everything queued goes to a file (`OfflineQueue`). Once the
-store is back, the file is sent before anything newer, and each of its points is looked up first, so that it is written
-only once. What is still in the file at the end stays there, for the next start or the upload command.
+"""The background thread that writes to MLflow, so that training does not wait for it, and what SIGTERM outside of
+`fit` has it do.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import queue
+import signal
 import threading
 import time
 import warnings
 from collections import Counter, deque
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.tracking.batch import Batch, Record, make_batches
+from azureml_strategy.tracking.offline_queue import LeftoverQueues, OfflineQueue, command
 from azureml_strategy.tracking.run import LoggedMetrics, OpenRun, RunRequest, describe_store, is_remote
 from azureml_strategy.tracking.sender import SECOND_LOOK_S, Sender
-from azureml_strategy.tracking.spool import LeftoverQueues, OfflineQueue, command
 from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, TrackingError, store_errors
 
 if TYPE_CHECKING:
@@ -41,6 +40,9 @@ _PLURALS = {
     "files": "files",
     "artifacts": "files",
 }
+
+# Azure ML gives a preempted node about 30 seconds. Leave the larger part to everything else.
+_FLUSH_S = 10.0
 
 
 class BatchWriter:
@@ -377,3 +379,37 @@ class BatchWriter:
             return
         reason = f" ({self._away})" if self._away is not None else ""
         warnings.warn(f"MLflow did not take everything in time{reason}: {what}", stacklevel=3)
+
+
+class TerminationFlush:
+    """Flushes a writer before SIGTERM's default action ends the process.
+
+    It acts only if the default action would. A handler that exists already (the user's, or Lightning's during training)
+    unwinds the process in its own way, and then `finalize` or the exit of the interpreter flushes.
+    """
+
+    def __init__(self, writer: BatchWriter) -> None:
+        self._writer = writer
+        self._pid = os.getpid()
+
+    def install(self) -> None:
+        """Handle SIGTERM from now on, unless another handler does. Only the main thread may set signal handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def remove(self) -> None:
+        """Restore the default action of SIGTERM, if this is its handler."""
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        if signal.getsignal(signum) != self._on_sigterm:
+            # Lightning's handler has wrapped this one. It stops the training loop and must not be delayed.
+            self._writer.wake()
+            return
+        if os.getpid() == self._pid:  # a forked data loader worker inherits the handler but not the writer's thread
+            self._writer.close(_FLUSH_S)
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)

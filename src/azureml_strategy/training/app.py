@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from rich.table import Table
 
 from azureml_strategy.checkpoint import ResumeError
 from azureml_strategy.cluster import Launch, LaunchError
@@ -27,20 +31,144 @@ from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.command_line import as_typed, is_override, with_lists
 from azureml_strategy.tracking import TrackingError
 from azureml_strategy.tracking.source import command_text
+from azureml_strategy.tracking.tables import print_table
 from azureml_strategy.training.checks import check_overrides
-from azureml_strategy.training.console import discreet_console, tidy_console
 from azureml_strategy.training.recipes import RecipeError, find_recipe
 from azureml_strategy.training.resolvers import register_resolvers
 from azureml_strategy.training.run import keep_secrets
-from azureml_strategy.training.sweep_table import SweepRun, print_sweep
 from azureml_strategy.training.targets import own_modules
 
 log = logging.getLogger(__name__)
+
+_DONE = "done"
+# Looked for where nobody logs `checkpoint.monitor`.
+_RESULTS = ("val/loss", "train/loss")
 
 # Values that need no quotes in Hydra's notation.
 _PLAIN = re.compile(r"[\w/.-]+")
 # Hydra's flags that name further folders of configuration, which only Hydra itself reads.
 _SEARCH_PATH_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
+
+
+@contextlib.contextmanager
+def discreet_console() -> Iterator[None]:
+    """Remove secrets from what this process prints: log lines, tracebacks, and the output of the user's code.
+
+    Output that does not pass through Python, such as NCCL's, is not filtered.
+    """
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = DiscreetStream(sys.stdout), DiscreetStream(sys.stderr)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+class DiscreetStream:
+    """A text stream that removes secrets. Everything else is passed to the wrapped stream.
+
+    Args:
+        stream: where the text goes.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write the text without secrets.
+
+        Returns:
+            The length of the given text, as a stream returns that takes all of it.
+        """
+        self._stream.write(redact_text(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write all lines without secrets."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _DiscreetFormatter(logging.Formatter):
+    """Wraps a formatter and removes secrets from its lines."""
+
+    def __init__(self, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self._formatter = formatter
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact_text(self._formatter.format(record))
+
+
+def tidy_console() -> None:
+    """Leave only Hydra's handler and useful lines on the console. Call it after the import of Lightning.
+
+    Lightning adds its own handler beside Hydra's, so that each of its lines appears twice, and its info lines contain
+    advertisements. Its warnings stay. If Hydra also logs into a file, secrets are removed there too.
+    """
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.setFormatter(_DiscreetFormatter(handler.formatter or logging.Formatter()))
+    logging.getLogger("lightning").handlers.clear()
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # torch 2.13 deprecates a call that Lightning 2.6 makes; a user can do nothing about it.
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of a sweep.
+
+    Attributes:
+        overrides: what it changed, separated by spaces.
+        metric: name of its result; empty if it has none.
+        value: of that metric.
+        state: `done`, or the first line of the error with which it ended.
+    """
+
+    overrides: str
+    metric: str
+    value: float | None
+    state: str
+
+    @classmethod
+    def done(cls, overrides: str, config: DictConfig, metrics: Mapping[str, float]) -> SweepRun:
+        """A run that has ended well; its result is what ranks its checkpoints, or its loss.
+
+        Args:
+            overrides: what it changed.
+            config: of the run.
+            metrics: of its last epoch, by name.
+        """
+        monitor = OmegaConf.select(config, "checkpoint.monitor", throw_on_missing=False)
+        name = next((each for each in (monitor, *_RESULTS) if each in metrics), "")
+        return cls(overrides, name, metrics.get(name), _DONE)
+
+    @classmethod
+    def failed(cls, overrides: str, error: BaseException) -> SweepRun:
+        """A run that an error has ended."""
+        said = redact_text(str(error)).strip().partition("\n")[0]
+        return cls(overrides, "", None, f"{type(error).__name__}: {said}" if said else type(error).__name__)
+
+
+def print_sweep(runs: list[SweepRun]) -> None:
+    """Print the table, in the order in which the runs came."""
+    table = Table()
+    names = list(dict.fromkeys(each.metric for each in runs if each.metric))
+    table.add_column("run", justify="right")
+    table.add_column("overrides", overflow="fold")
+    for name in names:
+        table.add_column(name, justify="right")
+    table.add_column("state", overflow="fold")
+    for number, each in enumerate(runs):
+        values = ["" if each.metric != name else f"{each.value:.5g}" for name in names]
+        table.add_row(str(number), each.overrides, *values, each.state)
+    print()
+    print_table(table, width=120)
 
 
 class _Refusal(BaseException):

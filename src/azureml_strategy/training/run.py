@@ -32,26 +32,74 @@ from azureml_strategy.cluster import Launch, learn_launch, read_job
 from azureml_strategy.cluster.environ import TERMINATION_SWITCH, copied, switched_off
 from azureml_strategy.cluster.launch import PartialLaunch
 from azureml_strategy.cluster.redaction import redact, remember_secrets
+from azureml_strategy.command_line import as_typed
 from azureml_strategy.preemption.termination import TerminateTogether
 from azureml_strategy.strategies.process_group import end_process_group, note_failure, own_process_group
 from azureml_strategy.tracking import JobMLFlowLogger, JobWandbLogger
 from azureml_strategy.tracking.job_tracking import JobThroughput, JobTracking
 from azureml_strategy.tracking.report import RunReport
+from azureml_strategy.tracking.source import (
+    COMMAND_TAG,
+    OVERRIDES_TAG,
+    RECIPE_TAG,
+    command_text,
+    git_tags,
+    recipe_run_name,
+    script_command,
+    script_run_name,
+)
 from azureml_strategy.tracking.values import as_texts
 from azureml_strategy.training.checks import check_config
 from azureml_strategy.training.recipes import RecipeError
-from azureml_strategy.training.run_page import ARTIFACT, config_text, page_name, page_tags
 from azureml_strategy.training.targets import drop_keys_of_old_targets, loggers_and_callbacks, make, written_keys
 from azureml_strategy.training.unread_keys import warn_of_unread_keys
+
+log = logging.getLogger(__name__)
+
+ARTIFACT = "config.yaml"
 
 # Sections that say where things are, or that may differ between the attempts of a job.
 _NO_HYPERPARAMETERS = (
     *("output_dir", "resume", "global_batch", "tracking", "checkpoint", "profile", "head_space", "job"),
 )
-
-log = logging.getLogger(__name__)
 # How long the processes that we started may take to end after this one failed. They may wait in a collective for it.
 _GRACE_SECONDS = 5.0
+
+
+def page_name() -> str:
+    """A run's name: the recipe and its overrides, or the script's name where Hydra runs no application."""
+    if not HydraConfig.initialized():
+        return script_run_name()
+    hydra = HydraConfig.get()
+    return recipe_run_name(str(hydra.job.config_name), as_typed(hydra.overrides.task))
+
+
+def page_tags(command: str | None) -> dict[str, str]:
+    """Tags of the run: recipe, overrides, command line and git commit. It asks git, so call it on one rank.
+
+    Args:
+        command: the command line that repeats the run; by default that of this process.
+    """
+    if not HydraConfig.initialized():
+        return {}
+    hydra = HydraConfig.get()
+    # The folder of the recipe, if it is the user's and in a checkout, else the working folder.
+    own = [
+        Path(each.path)
+        for each in hydra.runtime.config_sources
+        if each.schema == "file" and each.provider in ("main", "command-line")
+    ]
+    return {
+        RECIPE_TAG: str(hydra.job.config_name),
+        OVERRIDES_TAG: command_text(as_typed(hydra.overrides.task)),
+        COMMAND_TAG: command or script_command(),
+        **next(filter(None, map(git_tags, [*own, Path(hydra.runtime.cwd)])), {}),
+    }
+
+
+def config_text(recorded: dict[str, Any]) -> str:
+    """A configuration as YAML, without secrets."""
+    return str(OmegaConf.to_yaml(OmegaConf.create(redact("", recorded), flags={"allow_objects": True})))
 
 
 def hyperparameters(config: DictConfig) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from azureml_strategy.models import GPTConfig, LanguageModel
 from azureml_strategy.tracking import ThroughputCallback
-from azureml_strategy.tracking.step_meters import Part
-from azureml_strategy.tracking.step_timer import Step
-from azureml_strategy.tracking.summary import Totals
+from azureml_strategy.tracking.timing.meters import Part
+from azureml_strategy.tracking.timing.steps import Step
+from azureml_strategy.tracking.timing.summary import Totals
 
 
 def busy(seconds: float) -> None:

@@ -22,8 +22,7 @@ from azureml_strategy.bench.collectives import (
     SendReceive,
     check,
 )
-from azureml_strategy.bench.measure import Procedure, measure
-from azureml_strategy.bench.pairs import measure_pairs
+from azureml_strategy.bench.measure import Procedure, measure, measure_pairs
 from azureml_strategy.cluster import detect_launch
 
 TOTAL = 12

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from azureml_strategy.huggingface.loading import load_pretrained
-from azureml_strategy.huggingface.tokens import tokens_per_loss
+from azureml_strategy.huggingface.token_loss import tokens_per_loss
 
 # Rows of an optimizer step over all ranks, and the batches that they come in.
 ROWS, ACCUMULATED = 16, 2

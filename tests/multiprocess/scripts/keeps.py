@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from azureml_strategy.checkpoint import JobCheckpoint
 from azureml_strategy.checkpoint.consolidate import checkpoint_format, consolidate
-from azureml_strategy.checkpoint.plain_data import saved_hyperparameters
 from azureml_strategy.checkpoint.resume import newest_valid
+from azureml_strategy.checkpoint.serialization import saved_hyperparameters
 
 
 class Colour(Enum):

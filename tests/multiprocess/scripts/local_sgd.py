@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from two_layers import TwoLayers
 
 from azureml_strategy.strategies import AzureMLDDPStrategy, AzureMLLocalSGDStrategy
-from azureml_strategy.strategies.local_sgd import parts
+from azureml_strategy.strategies.local_sgd import fragments as parts
 
 # struct tcp_info in linux/tcp.h: tcpi_bytes_sent.
 _BYTES_SENT_AT = 200

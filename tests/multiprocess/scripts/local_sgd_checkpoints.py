@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from azureml_strategy.checkpoint import JobCheckpoint
 from azureml_strategy.data import ResumableLoader, ResumableSampler
 from azureml_strategy.strategies import AzureMLDDPStrategy, AzureMLLocalSGDStrategy
-from azureml_strategy.strategies.local_sgd import parts
+from azureml_strategy.strategies.local_sgd import fragments as parts
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FOLDER = Path(os.environ["RESULTS"]).parent / "saved"

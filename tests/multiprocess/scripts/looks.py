@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from azureml_strategy.strategies.replica_check import callback
-from azureml_strategy.strategies.replica_check.copies import Copy, copies_of
+from azureml_strategy.strategies.replica_check.fingerprints import Copy, copies_of
 
 
 class TwoSteps(Regression):

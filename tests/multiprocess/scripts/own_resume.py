@@ -23,7 +23,7 @@ from tests.multiprocess.scripts.strategies import STRATEGIES, tiny_gpt
 from torch.utils.data import DataLoader
 
 from azureml_strategy.checkpoint import JobCheckpoint
-from azureml_strategy.checkpoint.fit_folder import OUTPUT_VARIABLE
+from azureml_strategy.checkpoint.fit_resume import OUTPUT_VARIABLE
 from azureml_strategy.checkpoint.folder import CheckpointFolder
 
 FOLDER = Path(os.environ["RESULTS"]).parent

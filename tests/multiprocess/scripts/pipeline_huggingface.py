@@ -24,7 +24,7 @@ from transformers import (
 
 from azureml_strategy.cli import main
 from azureml_strategy.huggingface.loading import load_pretrained
-from azureml_strategy.huggingface.tokens import tokens_per_loss
+from azureml_strategy.huggingface.token_loss import tokens_per_loss
 from azureml_strategy.strategies import PipelineStrategy
 
 TOKENS, LENGTH, PADDED = 128, 12, 4

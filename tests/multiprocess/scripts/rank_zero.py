@@ -14,7 +14,8 @@ from lightning.pytorch import LightningModule, Trainer
 
 from azureml_strategy.strategies import AzureMLDeepSpeedStrategy
 from azureml_strategy.strategies.errors import UnfitCheckpointError
-from azureml_strategy.strategies.zero import checkpoint, universal
+from azureml_strategy.strategies.zero import checkpoint
+from azureml_strategy.strategies.zero import checkpoint as universal
 
 RANK = int(os.environ["RANK"])
 LIMIT_SECONDS = 5.0

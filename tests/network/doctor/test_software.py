@@ -18,7 +18,7 @@ from azureml_strategy.network.doctor.software import (
     find_unsupported,
     installed_versions,
 )
-from azureml_strategy.reporting.callback import _versions
+from azureml_strategy.tracking.run_page import _versions
 
 
 @pytest.mark.parametrize(

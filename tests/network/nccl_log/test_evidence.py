@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from azureml_strategy.network.nccl_log.evidence import Evidence
-from azureml_strategy.network.nccl_log.lines import Messages
+from azureml_strategy.network.nccl_log.reader import Messages
 
 TORCH = (
     "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:93, unhandled system error, NCCL version 2.27.3"

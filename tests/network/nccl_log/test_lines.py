@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_strategy.network.nccl_log.devices import Route
-from azureml_strategy.network.nccl_log.lines import MAX_LINE, PIECE, Messages, read_lines
+from azureml_strategy.network.nccl_log.reader import MAX_LINE, PIECE, Messages, read_lines
 
 MEBIBYTE = 1 << 20
 FORMS: dict[str, Callable[[str], Any]] = {

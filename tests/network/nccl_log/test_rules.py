@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_strategy.network.nccl_log.rules import NETWORK_RULES, PROCESS_RULES, explain
+from azureml_strategy.network.nccl_log.evidence import NETWORK_RULES, PROCESS_RULES, explain
 
 MODIFY_QP = "Call to ibv_modify_qp failed with"
 CONNECT = "socketStartConnect: Connect to 172.17.0.1<39275> failed :"

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from azureml_strategy.strategies.local_sgd import parts
+from azureml_strategy.strategies.local_sgd import fragments
 from azureml_strategy.strategies.local_sgd.averaging import PeriodicAveraging
 from azureml_strategy.strategies.local_sgd.exchange import Exchanges
 from azureml_strategy.strategies.local_sgd.period import Rules
@@ -101,7 +101,7 @@ def test_the_averages_take_one_further_copy_of_the_model(
     exchanges: Exchanges, monkeypatch: pytest.MonkeyPatch, for_good: bool
 ) -> None:
     """And a share that is exchanged, in two copies at most."""
-    monkeypatch.setattr(parts, "_MOST_ELEMENTS", 1024)
+    monkeypatch.setattr(fragments, "_MOST_ELEMENTS", 1024)
     layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)), nn.BatchNorm1d(64))
     averaging = PeriodicAveraging(layers, Rules(), exchanges)
     model = sum(each.nbytes for each in layers.state_dict().values())
@@ -114,7 +114,7 @@ def test_the_averages_take_one_further_copy_of_the_model(
 
 
 def test_an_exchange_that_fails_leaves_no_mixture(exchanges: Exchanges, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "_MOST_ELEMENTS", 2)
+    monkeypatch.setattr(fragments, "_MOST_ELEMENTS", 2)
     module = nn.Linear(8, 1, bias=False)
     before = module.weight.detach().clone()
     averaging, calls = PeriodicAveraging(module, Rules(), exchanges), []

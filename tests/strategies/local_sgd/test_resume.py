@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from azureml_strategy.strategies.local_sgd import parts
+from azureml_strategy.strategies.local_sgd import fragments as parts
 from azureml_strategy.strategies.local_sgd.averaging import PeriodicAveraging
 from azureml_strategy.strategies.local_sgd.exchange import Exchanges
 from azureml_strategy.strategies.local_sgd.period import Rules

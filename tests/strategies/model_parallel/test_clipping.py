@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing import assert_close
 
 from azureml_strategy.strategies.model_parallel.clipping import clip_gradient_norm
-from azureml_strategy.strategies.model_parallel.hooks import warn_of_lost_hooks
+from azureml_strategy.strategies.model_parallel.gradients import warn_of_lost_hooks
 
 
 @pytest.fixture

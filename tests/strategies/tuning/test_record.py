@@ -24,8 +24,7 @@ from azureml_strategy.strategies.tuning.record import (
     tuning_of,
     write_tuning,
 )
-from azureml_strategy.strategies.tuning.search import Request, Trials
-from azureml_strategy.strategies.tuning.settings import COMPRESSIONS, Settings, sizes_first_bucket
+from azureml_strategy.strategies.tuning.search import COMPRESSIONS, Request, Settings, Trials, sizes_first_bucket
 from azureml_strategy.strategies.tuning.trials import RefusalError
 from azureml_strategy.strategies.tuning.tuner import TuningOrder, refuse_straggler
 

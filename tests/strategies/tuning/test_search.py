@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_strategy.strategies.compression import Compression
-from azureml_strategy.strategies.tuning.search import Request, Search
-from azureml_strategy.strategies.tuning.settings import (
+from azureml_strategy.strategies.tuning.search import (
     COMPRESSIONS,
+    Request,
+    Search,
     Settings,
     bucket_sizes,
     first_buckets,

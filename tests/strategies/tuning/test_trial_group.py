@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from azureml_strategy.strategies.tuning.trial_group import TrialGroup
+from azureml_strategy.strategies.tuning.trials import TrialGroup
 
 
 class Store:

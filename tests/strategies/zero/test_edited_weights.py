@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from azureml_strategy.strategies.errors import ConfigurationError
-from azureml_strategy.strategies.zero.edited_weights import EditedWeights
 from azureml_strategy.strategies.zero.refusals import StartingParameters
+from azureml_strategy.strategies.zero.watched_engine import EditedWeights
 
 TRAINED = torch.tensor([0.1, 0.2, 0.3, 0.4])
 

@@ -6,7 +6,7 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from azureml_strategy.strategies.zero.tensor_parallel import agreed_size, check_divides, section
+from azureml_strategy.strategies.zero.strategy import agreed_size, check_divides, section
 
 
 class Planned(nn.Module):

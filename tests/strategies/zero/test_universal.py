@@ -6,8 +6,8 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from azureml_strategy.strategies.zero import universal
-from azureml_strategy.strategies.zero.universal import (
+from azureml_strategy.strategies.zero import checkpoint as universal
+from azureml_strategy.strategies.zero.checkpoint import (
     convert,
     correct_stage_3,
     remove_previous_files,

@@ -17,10 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from azureml_strategy.data.node_cache.blocks import BlockTable
+from azureml_strategy.data.node_cache.protocol import BlockTable
 from azureml_strategy.data.shard_index import INDEX_NAME, ShardIndex, load_index
-from azureml_strategy.inside import is_private
-from azureml_strategy.whole_reads import read_range
+from azureml_strategy.files import is_private, read_range
 
 # Only folders with this file belong to the cache. It holds the layout of the folder, and the size of its blocks.
 MARKER = ".azureml-strategy-cache"

@@ -23,22 +23,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from azureml_strategy.control.process import Member, is_gone, shares_process_table, this_process
-from azureml_strategy.data.node_cache.blocks import BlockTable, make_blocks
 from azureml_strategy.data.node_cache.cache_folder import Files, Shared, map_shared
 from azureml_strategy.data.node_cache.protocol import (
+    BlockTable,
     CacheSettings,
     Frame,
     NodeCacheError,
     ServerPaths,
     encode,
+    make_blocks,
     map_counters,
     receive_from,
     server_paths,
 )
 from azureml_strategy.data.shard_index import RecordError, ShardIndex, check_record, load_index
 from azureml_strategy.data.storage import StorageError, is_remote
-from azureml_strategy.data.storage.variables import storage_variables
-from azureml_strategy.whole_reads import read_range
+from azureml_strategy.data.storage.credentials import storage_variables
+from azureml_strategy.files import read_range
 
 __all__ = ["CacheSettings", "NodeCache", "NodeCacheError"]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from azureml_strategy.control.process import Member, is_gone, shares_process_table
+from azureml_strategy.data.node_cache.cache import CacheManager
 from azureml_strategy.data.node_cache.fetching import OpenSet
-from azureml_strategy.data.node_cache.keeper import CacheManager
 from azureml_strategy.data.node_cache.protocol import (
     LONGEST_HEADER,
     QUEUE,
@@ -27,7 +27,7 @@ from azureml_strategy.data.node_cache.protocol import (
     numbers_of,
     receive,
 )
-from azureml_strategy.data.storage.variables import Variables
+from azureml_strategy.data.storage.credentials import Variables
 
 # The server ends so long after its last client has left, as that may come again; and if no client has come at all.
 _LINGER_SECONDS, _FIRST_SECONDS = 1.0, 60.0

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from azureml_strategy.data.packing.shards import PackError, Record, Records, UnreadableError
 from azureml_strategy.data.pillow_images import is_damage, open_image, to_rgb
-from azureml_strategy.whole_reads import read_range
+from azureml_strategy.files import read_range
 
 if TYPE_CHECKING:
     from PIL import Image

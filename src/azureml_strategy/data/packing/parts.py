@@ -10,7 +10,7 @@ from pathlib import Path
 
 from azureml_strategy.data.packing.shards import PackError, Records
 from azureml_strategy.data.packing.workers import Task
-from azureml_strategy.data.passed_over import first_names, is_no_data, warn
+from azureml_strategy.data.skipped import first_names, is_no_data, warn
 from azureml_strategy.data.tar_index import split_of
 
 # Where a split becomes the validation set, in the order of preference.

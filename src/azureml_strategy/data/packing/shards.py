@@ -17,7 +17,7 @@ from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
 from azureml_strategy.data.shard_index import ShardIndex
-from azureml_strategy.whole_reads import read_range
+from azureml_strategy.files import read_range
 
 # What two header blocks and their padding add to a sample on average: 512 for each header, 256 of padding for the
 # record, and 512 for the label with its padding.

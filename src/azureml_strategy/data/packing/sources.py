@@ -21,7 +21,7 @@ from azureml_strategy.data.packing.tables import find_tables
 from azureml_strategy.data.readers import find_index
 from azureml_strategy.data.shard_index import INDEX_NAME, warn_of_unread_files
 from azureml_strategy.data.tar_index import index_tars, read_tar
-from azureml_strategy.inside import is_one_line
+from azureml_strategy.files import is_one_line
 
 # Threads that ask for sizes: on a mount each waits for the network.
 _THREADS = 32

@@ -18,9 +18,9 @@ from azureml_strategy.data.packing.images import ImageForm, ImageRecords, Sample
 from azureml_strategy.data.packing.parts import Part, by_split, file_digest
 from azureml_strategy.data.packing.shards import PackError, Records, atomic_write
 from azureml_strategy.data.packing.workers import Task
-from azureml_strategy.data.passed_over import PassedOver, first_names, is_no_data, warn
 from azureml_strategy.data.shard_index import numbered_classes
-from azureml_strategy.inside import OutsideError, name_within
+from azureml_strategy.data.skipped import PassedOver, first_names, is_no_data, warn
+from azureml_strategy.files import OutsideError, name_within
 from azureml_strategy.lazy import install_line
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from azureml_strategy.data.packing.parts import Part
 from azureml_strategy.data.packing.shards import PackError, Record, Records, atomic_write
 from azureml_strategy.data.packing.workers import Task
 from azureml_strategy.data.tokens import Corpus, Tokenizer, make_tokenizer
-from azureml_strategy.whole_reads import read_whole
+from azureml_strategy.files import read_whole
 
 # Bytes of a record: large enough to read at the rate of the storage, small enough to read for one sequence.
 RUN_BYTES = 64 * 2**10

@@ -1,8 +1,12 @@
-"""Who reads Blob Storage: a key or a signature from the environment, or else the job's identity."""
+"""Who reads Blob Storage: a key or a signature from the environment, or else the job's identity; and the variables
+that decide it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 import os
 import re
@@ -15,21 +19,48 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
+from azureml_strategy.cluster.environ import copied
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.data.storage.addresses import EMULATOR_ACCOUNT, uses_emulator
 from azureml_strategy.data.storage.folder import StorageError
-from azureml_strategy.data.storage.variables import storage_variables
 from azureml_strategy.lazy import install_line
 
 if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
     from obstore.store import AzureCredential
 
+# What this package reads, azure-identity (`EnvironmentVariables` of azure.identity._constants), and azure-ai-ml's own
+# credential for the user of a job.
+_READ = re.compile(r"(?:AZURE|AZUREML|MSI|IDENTITY|OBO|DEFAULT_IDENTITY)_\w+|IMDS_ENDPOINT|OID|TID")
 _lending = threading.Lock()
 _SCOPE = "https://storage.azure.com/.default"
 # Printed in the documentation of Azurite; every emulator has it.
 _EMULATOR_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 _KEY, _SAS, _CONNECTION = "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_CONNECTION_STRING"
+
+
+class Variables(dict[str, str]):
+    """Environment variables by name. What shows this object, such as a traceback with its variables, shows no value."""
+
+    @override
+    def __repr__(self) -> str:
+        return f"<{len(self)} environment variables>"
+
+    __str__ = __repr__
+
+    @property
+    def mark(self) -> str:
+        """A hash of all names and values. It is kept in memory only."""
+        return hashlib.sha256(json.dumps(sorted(self.items())).encode()).hexdigest()
+
+
+def storage_variables(environ: Mapping[str, str]) -> Variables:
+    """Return those variables that storage reads.
+
+    Args:
+        environ: environment variables.
+    """
+    return Variables({name: value for name, value in copied(environ).items() if _READ.fullmatch(name)})
 
 
 class Credential(ABC):

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from typing_extensions import override
 
-from azureml_strategy.whole_reads import read_range
+from azureml_strategy.files import read_range
 
 # A read of a mount waits for the network. This many wait at once, as blobfuse itself does with its own requests.
 _THREADS = 32

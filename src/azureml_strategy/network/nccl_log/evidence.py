@@ -1,14 +1,15 @@
-"""Gathers the facts from the messages of a log; `verdict` and `reader` draw the conclusions."""
+"""Gathers the facts from the messages of a log, and explains failure messages: the first rule that matches explains
+it.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from azureml_strategy.network.nccl_log.devices import Devices, Route, count, family, remember
-from azureml_strategy.network.nccl_log.failures import ErrorLog
-from azureml_strategy.network.nccl_log.rules import explain
+from azureml_strategy.network.nccl_log.failures import UNKNOWN, ErrorLog, LogError, Severity, explain_completion
 
 _VERSION = re.compile(r"\b([NR])CCL version ?:? ?(\d{1,4}(?:\.\d{1,6}){1,3})")
 _USING = re.compile(r"NET/([^:]{1,64}?) ?: Using\b(.*)")
@@ -32,6 +33,260 @@ _TORCH = re.compile(
 _RANK = re.compile(r"^(?:\[rank\d+\]: ?)")
 _LAST_ERROR = "Last error:"
 _WATCHED_SETTINGS = {"NCCL_IB_DISABLE", "NCCL_NET", "NCCL_IB_HCA"}
+
+
+class Rule(NamedTuple):
+    """A kind of message, its explanation and what to do.
+
+    Attributes:
+        name: name of the kind.
+        pattern: pattern to find in the message.
+        severity: how bad it is.
+        explanation: what it means.
+        fix: what to do or type.
+    """
+
+    name: str
+    pattern: re.Pattern[str]
+    severity: Severity
+    explanation: str
+    fix: str
+
+
+NETWORK_RULES = (
+    Rule(
+        "no interface",
+        re.compile(r"no (?:socket|usable listening) interface found|no interface found", re.I),
+        "problem",
+        "No network interface of this node matches NCCL_SOCKET_IFNAME, so the ranks cannot find one another; nothing "
+        "was established.",
+        "Set NCCL_SOCKET_IFNAME=eth0, which Azure ML nodes have, or unset it; `ip -brief address` lists interfaces.",
+    ),
+    Rule(
+        "bootstrap time-out",
+        re.compile(r"bootstrap.*(?:time-?out|timed out)|(?:missing|waiting for) ranks?\b", re.I),
+        "problem",
+        "Some ranks did not arrive when NCCL started, so nothing was established.",
+        "Look for the ranks that are missing: their logs end early, or their nodes cannot reach the address of rank 0. "
+        "Set NCCL_SOCKET_IFNAME=eth0 on all nodes.",
+    ),
+    Rule(
+        "memlock",
+        re.compile(r"ibv_(?:reg_\w{2,20}|create_[cq]\w{1,20}|alloc_pd) failed(?:[^,]*Cannot allocate memory|\s*$)"),
+        "problem",
+        "The adapter could not lock memory: the container's limit of locked memory (`ulimit -l`) is too low.",
+        "In the job's resources write docker_args: '--ulimit memlock=-1 --cap-add=IPC_LOCK'; `ulimit -l` must then "
+        "print unlimited.",
+    ),
+    Rule(
+        "memory registration",
+        re.compile(r"ibv_reg_\w{2,20} failed"),
+        "problem",
+        "The adapter refused to register memory, and not for want of locked memory: usually the GPUDirect RDMA module "
+        "(nvidia_peermem or DMA-BUF) does not fit the driver.",
+        "Run once with NCCL_NET_GDR_LEVEL=LOC (no GPUDirect RDMA); with DMA-BUF, try NCCL_DMABUF_ENABLE=0. If either "
+        "works, use an image whose driver and module fit.",
+    ),
+    Rule(
+        "queue pair",
+        re.compile(r"ibv_modify_qp failed|ibv_create_ah failed|RtrQp failed|RtsQp failed"),
+        "problem",
+        "Two adapters could not be connected: no route between their addresses. Typical of RoCE (a wrong GID index, "
+        "adapters in different subnets) and of InfiniBand paired with Ethernet adapters.",
+        "On an InfiniBand size set NCCL_IB_HCA to the InfiniBand adapters only, such as NCCL_IB_HCA=mlx5_ib. Elsewhere "
+        "set NCCL_IB_DISABLE=1, or for RoCE leave NCCL_IB_GID_INDEX unset (NCCL 2.21 finds it).",
+    ),
+    Rule(
+        "device",
+        re.compile(r"[Uu]nable to open device|ibv_(?:open_device|get_device_list|query_\w{1,20}) failed"),
+        "problem",
+        "An adapter is listed but cannot be opened: the container has no access to /dev/infiniband.",
+        "In the job's resources write docker_args: '--device=/dev/infiniband --ulimit memlock=-1 --cap-add=IPC_LOCK'.",
+    ),
+    Rule(
+        "link",
+        re.compile(r"async (?:fatal )?event.*(?:error|violation|fatal|down|catastrophic)"),
+        "problem",
+        "The adapter reported a fault of its port, cable, switch or queue pair.",
+        "If it comes back on one node, cancel the job and start it on other nodes.",
+    ),
+    Rule(
+        "link event",
+        re.compile(r"async event"),
+        "info",
+        "The adapter reported a change of its port, such as a new registration with the subnet manager.",
+        "Nothing, unless errors follow.",
+    ),
+    Rule(
+        "libibverbs",
+        re.compile(r"open (?:lib)?ibverbs|libibverbs\.so"),
+        "warning",
+        "The container has no libibverbs, so NCCL cannot see any InfiniBand adapter and uses TCP.",
+        "On an InfiniBand size install it in the image: apt-get install libibverbs1 ibverbs-providers.",
+    ),
+    Rule(
+        "nvls",
+        re.compile(r"NVLS|[Mm]ulticast"),
+        "problem",
+        "NVLink SHARP, reduction inside the node's NVSwitch, could not be set up: the node's fabric manager is not "
+        "ready, or the container may not use it.",
+        "Set NCCL_NVLS_ENABLE=0; ring and tree over NVLink remain.",
+    ),
+    Rule(
+        "sharp",
+        re.compile(r"SHARP|Sharp|CollNet"),
+        "info",
+        "Reduction inside the InfiniBand switches (SHARP) is not available, as on Azure's fabrics without an "
+        "aggregation manager. NCCL goes on over the ordinary network.",
+        "Nothing; NCCL_COLLNET_ENABLE=0 saves the attempt.",
+    ),
+    Rule(
+        "ofi",
+        re.compile(r"NET/OFI|[Ll]ibfabric"),
+        "problem",
+        "The libfabric plugin (aws-ofi-nccl) failed. Azure has no libfabric provider for its InfiniBand.",
+        "On Azure remove the plugin from the image, or set NCCL_NET_PLUGIN=none.",
+    ),
+    Rule(
+        "peer closed",
+        re.compile(r"closed by (?:remote )?peer|reset by peer|[Bb]roken pipe|remote process exited|ncclRemoteError"),
+        "warning",
+        "The other rank went away: it had failed first, or was stopped. This is a consequence.",
+        "Find the rank whose log ends first, or has the first error, and read that one.",
+    ),
+    Rule(
+        "virtual function",
+        re.compile(
+            r"Software caused connection abort|(?:[Cc]onnect|[Bb]ind|[Ll]isten|[Ss]ocket).*"
+            r"(?:Invalid argument|Cannot assign requested address)"
+        ),
+        "problem",
+        "NCCL tried an interface without an address of its own. On Azure that is the virtual function of accelerated "
+        "networking (enP...): it carries the traffic of eth0, and is not to be used itself.",
+        "Set NCCL_SOCKET_IFNAME=eth0 on all nodes.",
+    ),
+    Rule(
+        "unreachable",
+        re.compile(r"[Cc]onnection refused|[Nn]o route to host|[Cc]onnection timed out|[Nn]etwork is unreachable"),
+        "problem",
+        "A rank could not open a TCP connection to another: it is not there yet or any more, or its address belongs to "
+        "an interface that other nodes cannot reach.",
+        "Set NCCL_SOCKET_IFNAME=eth0 on all nodes; if it is set, look for the rank that died first.",
+    ),
+)
+
+
+PROCESS_RULES = (
+    Rule(
+        "duplicate GPU",
+        re.compile(r"Duplicate GPU detected"),
+        "problem",
+        "Two ranks use one GPU.",
+        "Start at most as many processes on a node as it has GPUs, and leave CUDA_VISIBLE_DEVICES alone: each process "
+        "takes the GPU of its local rank.",
+    ),
+    Rule(
+        "shared memory",
+        re.compile(r"No space left on device|shared memory segment|/dev/shm"),
+        "problem",
+        "The container's /dev/shm is full or too small for NCCL's buffers between the GPUs of a node.",
+        "In the job's resources write shm_size: 16g (the default is 2g).",
+    ),
+    Rule(
+        "driver",
+        re.compile(r"driver version is insufficient|no kernel image|unsupported display driver|forward compatib", re.I),
+        "problem",
+        "The image's CUDA is newer than the node's driver, or was not built for its GPU.",
+        "Use an image with an older CUDA, or a curated environment of Azure ML that fits the node.",
+    ),
+    Rule(
+        "GPU memory",
+        re.compile(r"[Cc]uda failure.*out of memory|CUDA error.*out of memory|CUDA out of memory"),
+        "problem",
+        "No GPU memory was left for NCCL's buffers.",
+        "Use a smaller micro-batch, or NCCL_BUFFSIZE=2097152.",
+    ),
+    Rule(
+        "CUDA",
+        re.compile(r"[Cc]uda failure|HIP failure|unhandled cuda error|ncclUnhandledCudaError"),
+        "problem",
+        "A call of CUDA failed inside NCCL. Often the error is an earlier one of a kernel of the model, reported late.",
+        "Read the first error of the rank that failed first; CUDA_LAUNCH_BLOCKING=1 in a short run shows its place.",
+    ),
+    Rule(
+        "topology file",
+        re.compile(r"XML (?:Import|file|parse)|[Cc]ould not (?:open|find) (?:XML|NET|a path)|Attribute \w+ of node"),
+        "problem",
+        "The topology or graph file does not describe this node: NCCL_TOPO_FILE or NCCL_GRAPH_FILE belongs to another "
+        "VM size.",
+        "Unset NCCL_GRAPH_FILE, and set NCCL_TOPO_FILE only to the file of this size, or unset it.",
+    ),
+    Rule(
+        "different collectives",
+        re.compile(r"Message truncated|collective mismatch|[Mm]ismatched? (?:collective|data|size)"),
+        "problem",
+        "Ranks took part in one operation with different sizes: they run different code, a different NCCL, or one of "
+        "them left out a collective.",
+        "Use one image on all nodes, and see that no rank skips a step, a logging call with sync_dist, or a batch.",
+    ),
+    Rule(
+        "collective time-out",
+        re.compile(r"Watchdog caught collective operation timeout|NCCL operations have failed or timed out"),
+        "problem",
+        "torch stopped the run because a collective did not end in time: a rank died, hangs or runs other code than "
+        "the rest, or the network stalls.",
+        "Find the rank that did not report this time-out, or reported the lowest sequence number (SeqNum), and read "
+        "its log.",
+    ),
+    Rule(
+        "store time-out",
+        re.compile(r"ncclUniqueId from"),
+        "problem",
+        "Rank 0 did not publish the address of NCCL's bootstrap: it failed before, or never started.",
+        "Read the log of rank 0, and see that all nodes started and MASTER_ADDR is the first node's address.",
+    ),
+    Rule(
+        "watchdog",
+        re.compile(
+            r"watchdog thread (?:got stuck|terminated)|heartbeat monitor timed out|communicator was aborted", re.I
+        ),
+        "warning",
+        "torch's watchdog of NCCL stopped the process. This follows a collective that hangs, or another error.",
+        "Look for the first error in the log.",
+    ),
+    Rule(
+        "host setting",
+        re.compile(r"iommu=pt|NUMA auto balancing|numa_balancing"),
+        "info",
+        "RCCL dislikes a setting of the host's kernel that a job cannot change.",
+        "Nothing.",
+    ),
+    Rule(
+        "unhandled",
+        re.compile(r"unhandled system error|ncclSystemError|ncclInternalError|ncclInvalidUsage|ncclInvalidArgument"),
+        "warning",
+        "torch passes on that NCCL failed, not why.",
+        "Read NCCL's own messages before it; without any, run again with NCCL_DEBUG=INFO.",
+    ),
+)
+
+
+def explain(text: str) -> LogError:
+    """Explain the error that a message reports; its name is `unknown` if no rule matches."""
+    if completion := explain_completion(text):
+        # Status 5 is a consequence of another error.
+        severity: Severity = "warning" if completion.status == 5 else "problem"
+        return LogError(f"completion {completion.status}", text, completion.explanation, completion.fix, severity)
+    for rule in (*NETWORK_RULES, *PROCESS_RULES):
+        if rule.pattern.search(text):
+            return LogError(rule.name, text, rule.explanation, rule.fix, rule.severity)
+    return LogError(
+        UNKNOWN,
+        text,
+        "This reader does not know the message.",
+        "Search NVIDIA's NCCL issues for its text, and look for an earlier error in the log.",
+        "warning",
+    )
 
 
 class Evidence:

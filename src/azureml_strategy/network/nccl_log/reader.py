@@ -1,13 +1,200 @@
-"""Reads the transport that NCCL uses from its log, with `read_transport`."""
+"""Reads the transport that NCCL uses from its log, with `read_transport`, which extracts NCCL's messages first."""
 
 from __future__ import annotations
 
+import os
+import re
+from codecs import getincrementaldecoder
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
+from typing import Protocol, Union, runtime_checkable
 
-from azureml_strategy.network.nccl_log.devices import Kind
+from azureml_strategy.network.nccl_log.devices import LIMIT, Kind, Route, parse_route
 from azureml_strategy.network.nccl_log.evidence import Evidence
-from azureml_strategy.network.nccl_log.lines import Log, Messages, read_lines
 from azureml_strategy.network.nccl_log.transport import Sharp, Transport, Verdict, find, find_errors, judge
+
+PIECE = 1 << 17  # characters or bytes read at once; they stay in a core's cache
+# NCCL formats a message into 1 KiB and its list of devices into 2 KiB; launchers add a prefix.
+MAX_LINE = 1 << 14
+
+# `[time] host:pid:tid [device] NCCL INFO text`, `... [device] file:line (function) NCCL WARN text` (NCCL's debug.cc);
+# RCCL writes the same.
+_MARK = re.compile(r"NCCL (INFO|WARN) ")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_PROCESS = re.compile(r"([\w.-]{1,255}):\d+:\d+$")
+# How the long messages that matter begin, and a pattern that comes late in them. If it is missing, an editor or a
+# terminal has wrapped the message.
+_LONG = (
+    (re.compile(r"NET/IB ?: Using "), re.compile(r"OOB \S+:")),
+    (re.compile(r"NET/IB ?: Got completion"), re.compile(r"vendor.err.\d+")),
+    (re.compile(r"(?:Channel|Ring|CollNet) \d+[^>]*->"), re.compile(r" via ")),
+)
+_MOST_LINES = 5  # lines over which one message may be wrapped
+_LONGEST_KEY = 256  # characters of a process and a route together
+_Open = tuple[str | None, str, list[str]]  # host, level and the lines of a message so far
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """An open file, text or binary."""
+
+    def read(self, size: int, /) -> str | bytes:
+        """Read at most `size` characters or bytes; empty at the end of the file."""
+
+
+Log = Union[str, bytes, "os.PathLike[str]", Stream, Iterable[str]]
+
+
+def read_lines(log: Log) -> Iterator[list[str]]:
+    """Read a log piece by piece; each list holds the lines that end in one piece.
+
+    A carriage return also ends a line, because progress bars write gigabytes between two line feeds. The part of a
+    line beyond `MAX_LINE` may be missing. Bytes that are not UTF-8 are replaced.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    carry = ""
+    for piece in _pieces(log):
+        *lines, carry = (carry + piece).replace("\r", "\n").split("\n")
+        carry = carry[:MAX_LINE]
+        yield lines
+    yield [carry]
+
+
+def _pieces(log: Log) -> Iterator[str]:
+    if isinstance(log, (bytes, str)):
+        yield from _decoded(log[start : start + PIECE] for start in range(0, len(log), PIECE))
+    elif isinstance(log, os.PathLike):
+        with open(log, "rb") as file:
+            yield from _pieces(file)
+    elif isinstance(log, Stream):
+        yield from _decoded(takewhile(bool, iter(lambda: log.read(PIECE), None)))
+    else:
+        yield from (f"{line}\n" for line in log)
+
+
+def _decoded(pieces: Iterable[str | bytes]) -> Iterator[str]:
+    decoder = getincrementaldecoder("utf-8")(errors="replace")
+    for piece in pieces:
+        yield piece if isinstance(piece, str) else decoder.decode(piece)
+
+
+class Sink(Protocol):
+    """Receives the messages."""
+
+    def channel(self, host: str | None, route: Route, lines: int) -> None:
+        """Take a number of channel lines, one for each connection, of one host and route."""
+
+    def message(self, host: str | None, level: str, text: str) -> None:
+        """Take any other message; the level is `INFO` or `WARN`."""
+
+    def other(self, text: str) -> int:
+        """Take a line that names NCCL but is not its message; returns how many of the following lines to pass on."""
+
+
+class Messages:
+    """Passes NCCL's messages to a sink, without the prefixes of launchers.
+
+    Args:
+        sink: receives the messages.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._wanted = 0
+        self._open: _Open | None = None
+        self._counted: dict[tuple[str, str], int] = {}
+
+    def read(self, lines: list[str]) -> None:
+        """Read lines, given without line ends."""
+        counted = self._counted
+        for line in lines:
+            if "CCL" in line or "ccl" in line:
+                head, _, route = line.rpartition(" via ")
+                # `host:pid:tid` is the second-to-last word before the mark. A line whose process and route are already
+                # known is only counted, not parsed.
+                key = (head.partition(" NCCL INFO ")[0].rpartition(" ")[0].rpartition(" ")[2], route)
+                if key in counted and head.count("NCCL ") == 1 and not self._open:
+                    counted[key] += 1
+                else:
+                    self._line(line[:MAX_LINE], key)
+            elif (self._open or self._wanted) and line.strip():
+                self._continue_message(line[:MAX_LINE].strip())
+
+    def close(self) -> None:
+        """Pass on the counted channel lines, and the first line of a message that is still incomplete."""
+        self._close_message()
+        for (process, text), lines in self._counted.items():
+            if route := parse_route(text):
+                self._sink.channel(_host(process), route, lines)
+        self._counted.clear()
+
+    def _close_message(self) -> None:
+        if self._open:
+            host, level, lines = self._open
+            self._open = None
+            self._sink.message(host, level, lines[0].rstrip())
+
+    def _line(self, line: str, key: tuple[str, str]) -> None:
+        self._close_message()
+        if "\x1b" in line:
+            line = _COLOUR.sub("", line)
+        prefix, *parts = _MARK.split(line)
+        if not parts:
+            self._wanted = self._sink.other(line)
+        elif len(parts) == 2 and self._can_count(prefix, parts[0], key):
+            self._counted[key] = 1
+        else:
+            # Processes that share a pipe sometimes write into one line. The hosts of the later messages are unknown.
+            hosts = [_host(_process(prefix)), *[None] * len(parts)]
+            for host, level, text in zip(hosts, parts[::2], parts[1::2], strict=False):
+                self._message(host, level, text)
+
+    def _can_count(self, prefix: str, level: str, key: tuple[str, str]) -> bool:
+        process, route = key
+        is_short = len(process) + len(route) <= _LONGEST_KEY and len(self._counted) < LIMIT
+        return is_short and level == "INFO" and _process(prefix) == process and parse_route(route) is not None
+
+    def _message(self, host: str | None, level: str, text: str) -> None:
+        via = text.rfind(" via ")
+        route = parse_route(text[via + 5 :]) if via >= 0 and level == "INFO" else None
+        if route:
+            self._sink.channel(host, route, 1)
+        elif _is_cut(text):
+            self._close_message()
+            self._open = (host, level, [text])
+        else:
+            self._sink.message(host, level, text.rstrip())
+
+    def _continue_message(self, line: str) -> None:
+        if self._open is None:
+            self._wanted = max(self._wanted - 1, self._sink.other(line))
+            return
+        host, level, lines = self._open
+        lines.append(line)
+        whole = " ".join(lines)
+        if not _is_cut(whole):
+            self._open = None
+            self._message(host, level, whole)
+        elif len(lines) == _MOST_LINES:
+            self._close_message()
+
+
+def _process(prefix: str) -> str:
+    """The `host:pid:tid` in the text before a message, with anything that a launcher glued to it."""
+    end = max(prefix.rfind(" ["), 0)
+    return prefix[prefix.rfind(" ", 0, end) + 1 : end]
+
+
+def _host(process: str) -> str | None:
+    found = _PROCESS.search(process)
+    return found[1] if found else None
+
+
+def _is_cut(text: str) -> bool:
+    return any(begin.match(text) and not late.search(text) for begin, late in _LONG)
 
 
 def uses_gpudirect(evidence: Evidence, kind: Kind) -> bool | None:

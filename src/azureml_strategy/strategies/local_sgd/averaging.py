@@ -13,8 +13,16 @@ from torch import Tensor, nn
 
 from azureml_strategy.strategies.equal_buffers import fingerprint
 from azureml_strategy.strategies.local_sgd.exchange import Exchanges
-from azureml_strategy.strategies.local_sgd.fragments import Fragment, cut, statistics, trainable
-from azureml_strategy.strategies.local_sgd.parts import Part, by_name, cut_parts, cut_shares
+from azureml_strategy.strategies.local_sgd.fragments import (
+    Fragment,
+    Part,
+    by_name,
+    cut,
+    cut_parts,
+    cut_shares,
+    statistics,
+    trainable,
+)
 from azureml_strategy.strategies.local_sgd.period import Rules
 
 # Kinds of exchanges, in what ranks compare before one.

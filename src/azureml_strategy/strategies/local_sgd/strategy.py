@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.formats import AVERAGED
-from azureml_strategy.checkpoint.plain_data import run_objects, to_plain
+from azureml_strategy.checkpoint.serialization import run_objects, to_plain
 from azureml_strategy.control.gather import GroupExchange
 from azureml_strategy.interfaces import ALL_RANKS, WriteStaged
 from azureml_strategy.lightning_internals import default_process_group_backend

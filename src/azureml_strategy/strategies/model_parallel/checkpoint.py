@@ -29,9 +29,9 @@ from torch.distributed.checkpoint import (  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from azureml_strategy.checkpoint.allowed_types import type_name
 from azureml_strategy.checkpoint.formats import IndexReader, find_unloadable, load_sharded
-from azureml_strategy.checkpoint.plain_data import require_loadable
-from azureml_strategy.checkpoint.plain_kinds import type_name
+from azureml_strategy.checkpoint.serialization import require_loadable
 from azureml_strategy.control.gather import Exchange
 from azureml_strategy.control.messages import register
 from azureml_strategy.lightning_internals import loading_shards_by

@@ -1,13 +1,28 @@
-"""Makes the ranks of a tensor-parallel group agree on the gradients of what none of them has cut."""
+"""Gradients that are spread over device meshes: what a tensor-parallel group must agree on, and hooks that look at
+them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from azureml_strategy.strategies.model_parallel.clipping import local_part
+
+_NORMS = (Tensor.norm, torch.norm, torch.linalg.vector_norm)
+_DEFAULTS = ("fro", None)
 
 
 class SumsGradients:
@@ -62,3 +77,77 @@ def _is_cut(parameter: nn.Parameter, axis: str) -> bool:
     names = parameter.device_mesh.mesh_dim_names
     assert names is not None
     return axis in names and not parameter.placements[names.index(axis)].is_replicate()
+
+
+class NormsOverMeshes(TorchFunctionMode):
+    """While it is active, the norm of a DTensor is a plain number, and torch's clipping takes any mix of meshes.
+
+    So Lightning's `grad_norm` works, which makes a tensor of the norms, and `torch.nn.utils.clip_grad_norm_`, which
+    stacks them. Torch does neither with the DTensors of two meshes, as layers that are cut and others have, and it has
+    no largest number of a part without numbers. All ranks must take the same norms: each is a collective.
+    """
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _NORMS or func is torch._foreach_norm:
+            p = _order(args, kwargs)
+            if p is not None and func in _NORMS and isinstance(args[0], DTensor):
+                return _norm(args[0], p)
+            if p is not None and func is torch._foreach_norm and any(isinstance(each, DTensor) for each in args[0]):
+                return [_norm(each, p) for each in args[0]]
+        if func is not torch._foreach_mul_ or len({_mesh(each) for each in args[0]}) <= 1:
+            return func(*args, **kwargs)
+        # Once for the tensors of each mesh, which are changed in place; their factor is one for all.
+        by_mesh: defaultdict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
+        for tensor in args[0]:
+            by_mesh[_mesh(tensor)].append(tensor)
+        for tensors in by_mesh.values():
+            func(tensors, *args[1:], **kwargs)
+        return None
+
+
+def warn_of_lost_hooks(module: nn.Module) -> None:
+    """Name the parameters with hooks of their own, which FSDP2 never calls: it computes with others in their place.
+
+    Args:
+        module: before it is sharded.
+    """
+    lost = [
+        name for name, each in module.named_parameters() if each._backward_hooks or each._post_accumulate_grad_hooks
+    ]
+    if lost:
+        rank_zero_warn(
+            f"{', '.join(lost)} has a hook of register_hook() or register_post_accumulate_grad_hook(), which is never "
+            "called here: FSDP2 computes with other tensors in the parameters' place. Change gradients by "
+            "edit_gradients of azureml_strategy.gradients in on_before_optimizer_step()."
+        )
+
+
+def _order(args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
+    """Return p of a norm of all numbers; None for another kind of norm."""
+    given = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2))
+    p = 2 if given in _DEFAULTS else given
+    whole = len(args) <= 2 and kwargs.get("dim") is None and not kwargs.get("keepdim")
+    return float(p) if whole and isinstance(p, int | float) and p > 0 else None
+
+
+def _norm(tensor: Tensor, p: float) -> Tensor:
+    """Return the p-norm of a tensor that ranks have parts of, in float32 at least."""
+    part = local_part(tensor)
+    precise = torch.promote_types(part.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(part, p, dtype=precise) if part.numel() else part.new_zeros((), dtype=precise)
+    if not isinstance(tensor, DTensor):
+        return norm
+    power = norm if p == math.inf else norm.pow(p)
+    for axis, placement in enumerate(tensor.placements):
+        if not (placement.is_replicate() or placement.is_partial()):
+            kind = dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM
+            dist.all_reduce(power, kind, group=tensor.device_mesh.get_group(axis))
+    return power if p == math.inf else power.pow(1 / p)
+
+
+def _mesh(tensor: Tensor) -> DeviceMesh | None:
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None

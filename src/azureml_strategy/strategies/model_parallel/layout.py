@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from azureml_strategy.strategies.errors import ConfigurationError, MeshSizeError
 from azureml_strategy.strategies.model_parallel.clipping import clip_gradient_norm
-from azureml_strategy.strategies.model_parallel.hooks import NormsOverMeshes
+from azureml_strategy.strategies.model_parallel.gradients import NormsOverMeshes
 
 # Lightning's list for its own strategy. Lightning checks it only if the strategy is given as an object.
 SUPPORTED = ("32-true", "bf16-mixed", "bf16-true", "16-true")

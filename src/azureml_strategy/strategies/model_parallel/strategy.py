@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, run_objects, to_plain
+from azureml_strategy.checkpoint.serialization import WRITTEN_APART, run_objects, to_plain
 from azureml_strategy.huggingface.loading import Way
 from azureml_strategy.interfaces import ALL_RANKS, WriteStaged
 from azureml_strategy.lightning_internals import accumulates, give_device_mesh
@@ -38,15 +38,14 @@ from azureml_strategy.strategies.model_parallel.checkpoint import (
     warn_of_unloadable,
     write_distributed,
 )
-from azureml_strategy.strategies.model_parallel.gathering import Gathering
-from azureml_strategy.strategies.model_parallel.gradients import copy_gradients
-from azureml_strategy.strategies.model_parallel.hooks import warn_of_lost_hooks
+from azureml_strategy.strategies.model_parallel.gradients import copy_gradients, warn_of_lost_hooks
 from azureml_strategy.strategies.model_parallel.layout import MeshLayout, Size, check_counts, for_meshes, plan_layout
 from azureml_strategy.strategies.model_parallel.module import (
     HasShardedBlocks,
     HasTensorParallelPlan,
     counts_of,
     plan_of,
+    share_sequences,
 )
 from azureml_strategy.strategies.model_parallel.plan import is_parallel, reshard, spread
 from azureml_strategy.strategies.model_parallel.refusals import (
@@ -55,7 +54,7 @@ from azureml_strategy.strategies.model_parallel.refusals import (
     refuse_callbacks,
     refuse_optimizer,
 )
-from azureml_strategy.strategies.model_parallel.sequences import share_sequences
+from azureml_strategy.strategies.model_parallel.units import Gathering
 from azureml_strategy.strategies.model_parallel.whole_values import (
     copies_in,
     gather_apart,

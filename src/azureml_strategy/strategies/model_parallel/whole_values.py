@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from azureml_strategy.strategies.added_parameters import for_each_parameter
+from azureml_strategy.strategies.changing_parameters import for_each_parameter
 from azureml_strategy.strategies.errors import ConfigurationError
 
 

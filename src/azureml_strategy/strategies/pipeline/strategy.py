@@ -40,9 +40,8 @@ from azureml_strategy.lightning_internals import skip_backward, updates_logs
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.mixed_precision import MIXED, float32_buffers
 from azureml_strategy.strategies.pipeline.checkpoint import PipelineLayout
-from azureml_strategy.strategies.pipeline.cutting import Cut
+from azureml_strategy.strategies.pipeline.cutting import Cut, find_chain
 from azureml_strategy.strategies.pipeline.engine import StageClock
-from azureml_strategy.strategies.pipeline.hugging_face import find_chain
 from azureml_strategy.strategies.pipeline.micro_batches import check_loader
 from azureml_strategy.strategies.pipeline.partition import PipelineError, PipelineReady, check_method
 from azureml_strategy.strategies.pipeline.refusals import (
@@ -57,7 +56,7 @@ from azureml_strategy.strategies.zero.config import ignored_beside_config, requi
 from azureml_strategy.strategies.zero.refusals import StartingParameters
 
 if TYPE_CHECKING:
-    from azureml_strategy.strategies.pipeline.run import PipelineRun
+    from azureml_strategy.strategies.pipeline.engine import PipelineRun
 
 
 class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
@@ -242,8 +241,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Any]:
-        from azureml_strategy.strategies.pipeline.engine import StageEngine
-        from azureml_strategy.strategies.pipeline.run import PipelineRun
+        from azureml_strategy.strategies.pipeline.engine import PipelineRun, StageEngine
 
         assert isinstance(model, LightningModule)
         assert isinstance(self.config, dict)

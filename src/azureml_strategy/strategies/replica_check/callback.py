@@ -2,29 +2,73 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.cluster.environ import REPLICA_CHECK_SWITCH
 from azureml_strategy.cluster.isolation import IsolatedCallback, isolated, not_isolated
 from azureml_strategy.control.channel import Channel, lease_channel
-from azureml_strategy.strategies.replica_check.copies import copies_of, equalizes_buffers
-from azureml_strategy.strategies.replica_check.looks import Difference, Look, Report, apart, differences, digests
-from azureml_strategy.strategies.replica_check.sentences import sentence
+from azureml_strategy.strategies.replica_check.fingerprints import (
+    BUFFER,
+    OPTIMIZER,
+    PARAMETER,
+    SCHEDULER,
+    Copy,
+    Fingerprints,
+    copies_of,
+    equalizes_buffers,
+)
 from azureml_strategy.strategies.replica_check.updates import UpdateWatch
 
 log = logging.getLogger(__name__)
+
+
+# Stands for the value of a buffer that the training has just changed, and the strategy makes equal before it is used.
+_CHANGING = "changing"
+# With more names, neighbours are reported as one, so that the report of each rank stays small.
+_MOST_NAMES = 512
+# holders: values by kind and name
+Report = dict[str, dict[str, str]]
+_NAMES_SHOWN, _RANKS_SHOWN = 5, 8
+# kind: (what differs, why it is likely and what to do)
+_CAUSES = {
+    PARAMETER: (
+        "parameters",
+        "Something has changed them on some ranks alone, such as weights that a callback loads or edits on rank 0, or "
+        "gradients that were not averaged. The ranks train different models, and a checkpoint has the one of rank 0. "
+        "Do on all ranks what one of them does, before the training starts or in the same hook.",
+    ),
+    BUFFER: (
+        "buffers",
+        "Nothing makes them equal, so each rank computes with its own, and a checkpoint has those of rank 0. "
+        "azureml_ddp, azureml_model_parallel and azureml_deepspeed keep buffers equal unless broadcast_buffers=False; "
+        "or change them by what all ranks have, with torch.distributed.all_reduce.",
+    ),
+    OPTIMIZER: (
+        "settings or counters of optimizers",
+        "Ranks that step by other numbers soon have other parameters. Where a metric decides on them, log it for all "
+        "ranks, self.log(name, value, sync_dist=True); where a callback or hook sets them, set them on all ranks.",
+    ),
+    SCHEDULER: (
+        "states of schedulers",
+        "Their learning rates come apart, and with them the parameters. A scheduler that follows a metric must follow "
+        "the same on all ranks: self.log(name, value, sync_dist=True), also where you call scheduler.step(value).",
+    ),
+}
 
 # After these steps, and then each so many. Local SGD has averaged after the later ones by default. A look takes two or
 # three milliseconds: see benchmarks/replica_check.py.
@@ -43,6 +87,140 @@ _ANSWER_SECONDS = 10.0
 _LAST_SECONDS, _PAUSE_SECONDS = 5.0, 0.005
 # A process may fit several times. All ranks count alike.
 _fits = itertools.count()
+
+
+class Look:
+    """What this rank has at one moment.
+
+    Args:
+        name: the same on all ranks that look at this moment, and of no other look.
+        copies: what it has.
+        turn: see `Fingerprints`.
+        batches: how many have been trained on.
+    """
+
+    def __init__(self, name: str, copies: Sequence[Copy], turn: int, batches: int) -> None:
+        self.name, self.batches, self._copies = name, batches, copies
+        self._prints = Fingerprints([each.value for each in copies if isinstance(each.value, Tensor)], turn)
+
+    def is_ready(self) -> bool:
+        """Whether its values can be read without waiting."""
+        return self._prints.are_ready()
+
+    def report(self, before: Report | None, changing: bool) -> tuple[Report, Report]:
+        """Return all values; and what is reported of them, see `_CHANGING`.
+
+        Args:
+            before: all values of a look before further training; None at the first.
+            changing: whether buffers may differ after a step that changes them.
+        """
+        prints = iter(self._prints.values())
+        values: Report = {}
+        reported: Report = {}
+        for each in self._copies:
+            value = f"{next(prints) & (1 << 64) - 1:016x}" if isinstance(each.value, Tensor) else repr(each.value)
+            key = f"{each.kind} {each.name}"
+            values.setdefault(each.holders, {})[key] = value
+            moved = before is not None and before.get(each.holders, {}).get(key) != value
+            hidden = changing and each.kind == BUFFER and moved
+            reported.setdefault(each.holders, {})[key] = _CHANGING if hidden else value
+        return values, {holders: _folded(of_holders) for holders, of_holders in reported.items()}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Ranks that must have a value alike, and have not.
+
+    Attributes:
+        kind: of the value.
+        names: of the values that differ.
+        ranks: groups of ranks; those of a group have reported the same.
+    """
+
+    kind: str
+    names: list[str]
+    ranks: list[list[int]]
+
+
+def digests(report: Report) -> str:
+    """Return one hash for each of the holders, which rank 0 compares first."""
+    return json.dumps({holders: _digest(values) for holders, values in report.items()})
+
+
+def apart(digests_of: Mapping[int, str]) -> dict[str, list[list[int]]]:
+    """Find holders whose ranks have reported different digests, and the ranks that have reported the same."""
+    groups: dict[str, dict[str, list[int]]] = {}
+    for rank, text in sorted(digests_of.items()):
+        for holders, digest in json.loads(text).items():
+            groups.setdefault(holders, {}).setdefault(digest, []).append(rank)
+    return {holders: list(each.values()) for holders, each in groups.items() if len(each) > 1}
+
+
+def differences(groups: Sequence[list[int]], reports: Mapping[int, Mapping[str, str]]) -> list[Difference]:
+    """Name what differs among ranks with the same holders.
+
+    Args:
+        groups: ranks that have reported the same.
+        reports: what the first rank of each group has reported, by kind and name; some groups may be missing.
+    """
+    found: dict[tuple[str, tuple[tuple[int, ...], ...]], list[str]] = {}
+    known = [group for group in groups if group[0] in reports]
+    for key in dict.fromkeys(key for group in known for key in reports[group[0]]):
+        by_value: dict[str, list[int]] = {}
+        for group in known:
+            value = reports[group[0]].get(key, _CHANGING)
+            if value != _CHANGING:
+                by_value.setdefault(value, []).extend(group)
+        if len(by_value) > 1:
+            kind, _, name = key.partition(" ")
+            ranks = tuple(tuple(sorted(each)) for each in by_value.values())
+            found.setdefault((kind, ranks), []).append(name)
+    return [Difference(kind, names, [list(each) for each in ranks]) for (kind, ranks), names in found.items()]
+
+
+def _digest(values: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:32]
+
+
+def _folded(values: Mapping[str, str]) -> dict[str, str]:
+    """Join neighbours of one kind under their first and last names, if there are too many."""
+    if len(values) <= _MOST_NAMES:
+        return dict(values)
+    by_kind: dict[str, list[str]] = {}
+    for key in values:
+        by_kind.setdefault(key.partition(" ")[0], []).append(key)
+    size = -(-len(values) // _MOST_NAMES) + 1
+    folded = {}
+    for keys in by_kind.values():
+        for chunk in (keys[start : start + size] for start in range(0, len(keys), size)):
+            name = chunk[0] if len(chunk) == 1 else f"{chunk[0]} to {chunk[-1].partition(' ')[2]}"
+            joined = {str(i): values[key] for i, key in enumerate(chunk)}
+            # What changes on one rank may rest on another, so that nothing can be said of the others beside it.
+            folded[name] = _CHANGING if _CHANGING in joined.values() else _digest(joined)
+    return folded
+
+
+def sentence(difference: Difference, step: int) -> str:
+    """Return a warning of which ranks differ in what, why that is likely, and what to do.
+
+    Args:
+        difference: what was found.
+        step: of the optimizer, after which it was found at the latest.
+    """
+    what, why = _CAUSES[difference.kind]
+    first, *others = difference.ranks
+    these = "; ".join(f"rank {_ranks(each)}" for each in others)
+    names = ", ".join(difference.names[:_NAMES_SHOWN])
+    more = f" and {len(difference.names) - _NAMES_SHOWN:,} more" if len(difference.names) > _NAMES_SHOWN else ""
+    return (
+        f"Ranks must have the same {what}, but on {these} these are others than on rank {_ranks(first)}, "
+        f"as seen at step {step}: "
+        f"{names}{more}. {why}"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:_RANKS_SHOWN])) + (" and others" if len(ranks) > _RANKS_SHOWN else "")
 
 
 class ReplicaCheck(IsolatedCallback):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from azureml_strategy.strategies.deepspeed_internals import FlatSlice, has_gradients, is_of_zero
-from azureml_strategy.strategies.replica_check.transfers import Transfer
+from azureml_strategy.strategies.replica_check.fingerprints import Transfer
 
 # Steps are observed at powers of two, up to this one.
 _LAST_STEP = 1024

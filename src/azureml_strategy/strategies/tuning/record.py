@@ -18,8 +18,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from azureml_strategy.strategies.errors import ConfigurationError
-from azureml_strategy.strategies.tuning.search import Request, Trials
-from azureml_strategy.strategies.tuning.settings import Settings
+from azureml_strategy.strategies.tuning.search import Request, Settings, Trials
 
 _FORMAT = 1
 FILE = "tuned_ddp.json"

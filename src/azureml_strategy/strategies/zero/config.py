@@ -1,4 +1,6 @@
-"""Builds DeepSpeed's configuration from the arguments or the user's own, and checks what it requires."""
+"""Builds DeepSpeed's configuration from the arguments or the user's own, and checks what it requires and what it
+names.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
@@ -17,7 +20,17 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from azureml_strategy.lazy import install_line
 from azureml_strategy.strategies.errors import ConfigurationError, NoDeepSpeedError
-from azureml_strategy.strategies.zero.config_keys import warn_of_misspelt_keys
+
+# Sections of https://www.deepspeed.ai/docs/config-json that are no constants of `deepspeed.runtime.constants`.
+_SECTIONS = {
+    *("zero_optimization", "activation_checkpointing", "flops_profiler", "comms_logger", "aio", "autotuning"),
+    *("tensorboard", "wandb", "csv_monitor", "comet", "elasticity", "compression_training", "data_efficiency"),
+    *("curriculum_learning", "sparse_attention", "sparse_gradients", "amp", "nebula", "hybrid_engine", "pipeline"),
+    *("timers", "tensor_parallel", "compile", "progressive_layer_drop", "eigenvalue", "quantize_training"),
+    *("expert_parallel", "weight_quantization"),
+}
+# Nearer than `fp16` and `bf16` are to each other.
+_NEAR = 0.8
 
 # File systems of local disks. Network shares and blob mounts use others.
 _LOCAL = ("ext4", "xfs", "btrfs")
@@ -33,6 +46,21 @@ _BESIDE_CONFIG = {
 }
 _AUTO = "auto"
 _HALVES = {"bf16": "bf16-", "fp16": "16-"}
+
+
+def warn_of_misspelt_keys(config: Mapping[str, Any]) -> None:
+    """Name keys that DeepSpeed does not know and that look like one it does. Keys of other programs pass."""
+    if _SECTIONS.issuperset(config):
+        return
+    from deepspeed.runtime import constants
+
+    named = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
+    known = _SECTIONS | {value for value in named if value.replace("_", "").isalnum()}
+    near = {key: get_close_matches(key, known, n=1, cutoff=_NEAR) for key in config if key not in known}
+    found = [f"{key!r} (did you mean {matches[0]!r}?)" for key, matches in near.items() if matches]
+    if found:
+        listed = ", ".join(found)
+        rank_zero_warn(f"DeepSpeed does not know, and ignores, {len(found)} key(s) of its configuration: {listed}.")
 
 
 def require_deepspeed() -> None:

@@ -1,8 +1,9 @@
-"""Lightning's DeepSpeed strategy (ZeRO) with processes from the job."""
+"""Lightning's DeepSpeed strategy (ZeRO, AutoTP) with processes from the job."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import re
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from warnings import catch_warnings, filterwarnings
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -20,10 +21,10 @@ from azureml_strategy.huggingface.loading import Way
 from azureml_strategy.interfaces import ALL_RANKS
 from azureml_strategy.lightning_internals import training_source
 from azureml_strategy.strategies.deepspeed_internals import zero_init
+from azureml_strategy.strategies.errors import ConfigurationError, MissingPlanError
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.mixed_precision import float32_buffers, make_contiguous
 from azureml_strategy.strategies.second_derivatives import refuse_second_derivatives
-from azureml_strategy.strategies.zero import tensor_parallel
 from azureml_strategy.strategies.zero.checkpoint import AnyWorldDeepSpeedStrategy
 from azureml_strategy.strategies.zero.config import (
     TrainerNumbers,
@@ -41,6 +42,77 @@ from azureml_strategy.strategies.zero.refusals import (
     refuse_scalars,
     warn_of_unfilled_steps,
 )
+
+# DeepSpeed's names for the styles of a plan.
+_PARTITIONS: dict[str, dict[str, Any]] = {
+    "colwise": {"partition_type": "column"},
+    "colwise_gather_output": {"partition_type": "column", "gather_output": True},
+    "rowwise": {"partition_type": "row"},
+}
+
+
+def agreed_size(config: Mapping[str, Any], asked: int) -> int:
+    """Return how many ranks share each matrix, from the configuration or the argument.
+
+    Args:
+        config: DeepSpeed's configuration; it may have a `tensor_parallel` section.
+        asked: the argument; 1 if it was left out.
+
+    Raises:
+        ConfigurationError: the two contradict each other.
+    """
+    said = config.get("tensor_parallel", {}).get("autotp_size") or asked
+    if asked not in (1, said):
+        raise ConfigurationError(
+            f"tensor_parallel_size={asked}, but the DeepSpeed configuration says autotp_size={said}. "
+            "Leave one of them out."
+        )
+    return int(said)
+
+
+def section(module: nn.Module) -> dict[str, Any]:
+    """Return the `tensor_parallel` section with which DeepSpeed cuts the module's matrices.
+
+    Args:
+        module: its `tensor_parallel_plan()` maps patterns of layer names to styles.
+
+    Raises:
+        ConfigurationError: the module has no such method (MissingPlanError), or DeepSpeed lacks one of the styles.
+    """
+    plan = getattr(module, "tensor_parallel_plan", None)
+    if plan is None:
+        raise MissingPlanError(
+            f"Tensor parallelism was asked for, but {type(module).__name__} has no tensor_parallel_plan(), so nothing "
+            "says which matrices to cut. Add it: return {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}, "
+            "or give a DeepSpeed configuration with a `tensor_parallel` section of its own."
+        )
+    specs = []
+    for pattern, style in plan().items():
+        if style not in _PARTITIONS:
+            raise ConfigurationError(
+                f"The tensor-parallel plan says {pattern!r}: {style!r}, but DeepSpeed has only "
+                f"{', '.join(_PARTITIONS)}."
+            )
+        # DeepSpeed takes a regex for names of parameters. The `*` of a plan stands for one part between dots.
+        layers = re.escape(pattern).replace(r"\*", r"[^.]+")
+        specs.append({"patterns": [rf"(.*\.)?{layers}\.(weight|bias)$"], **_PARTITIONS[style]})
+    return {"partition_config": {"use_default_specs": False, "layer_specs": specs}}
+
+
+def cut_layers(module: nn.Module) -> list[nn.Module]:
+    """List the layers of a module that DeepSpeed has cut."""
+    from deepspeed.module_inject.layers import TensorParallel_Layer
+
+    return [each for each in module.modules() if isinstance(each, TensorParallel_Layer)]
+
+
+def check_divides(world_size: int, size: int) -> None:
+    """Check that the job's processes can be divided into tensor-parallel groups."""
+    if world_size % size:
+        raise ConfigurationError(
+            f"tensor_parallel_size={size} does not divide the {world_size} processes of the job. Choose a divisor of "
+            f"{world_size}, at best of the number of GPUs in a node."
+        )
 
 
 class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
@@ -103,7 +175,7 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
             self.config["zero_force_ds_cpu_optimizer"] = False
         self._logged_batch_size = None if logging_batch_size_per_gpu == "auto" else logging_batch_size_per_gpu
         self._autocast, self._broadcast_buffers = autocast, broadcast_buffers
-        self._tensor_parallel_size = tensor_parallel.agreed_size(self.config, tensor_parallel_size)
+        self._tensor_parallel_size = agreed_size(self.config, tensor_parallel_size)
         require_compiler(self.config)
         self._construction = Construction()
         self._hooks: WatchedHooks | None = None
@@ -202,7 +274,7 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
     def _format_batch_size_and_grad_accum_config(self) -> None:
         assert self.lightning_module is not None
         assert isinstance(self.config, dict)
-        tensor_parallel.check_divides(self.world_size, self._tensor_parallel_size)
+        check_divides(self.world_size, self._tensor_parallel_size)
         trainer = self.lightning_module.trainer
         self.config = agree(
             self.config,
@@ -218,7 +290,7 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         if self.precision_plugin.precision.startswith("bf16"):
             add_up_precisely(self.config, trainer.accumulate_grad_batches)
         if self._tensor_parallel_size > 1:
-            own = self.config.get("tensor_parallel") or tensor_parallel.section(self.lightning_module)
+            own = self.config.get("tensor_parallel") or section(self.lightning_module)
             self.config["tensor_parallel"] = {**own, "autotp_size": self._tensor_parallel_size}
         if self.clips_by_hook and trainer.gradient_clip_val is not None:
             self.config["gradient_clipping"] = 0.0
@@ -246,7 +318,7 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
             # DeepSpeed checks that ranks read the same samples, but cannot compare a batch inside the arguments of a
             # step. Here the sampler makes sure of it.
             engine.first_dataloader_check.remove()
-            for layer in tensor_parallel.cut_layers(engine.module):
+            for layer in cut_layers(engine.module):
                 refuse_second_derivatives(layer)
         return engine, optimizer
 
