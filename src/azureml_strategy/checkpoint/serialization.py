@@ -259,7 +259,7 @@ def require_loadable(content: Any) -> None:
     """Write the content of a file to memory, without its dense tensors, and load it back as a restart does.
 
     torch's weights-only unpickler takes any dense tensor, so there is no need to try them. It is written in Python and
-    takes 0.1 ms for each. The tensors of a large model would keep the training postponed for the interpreter's lock.
+    takes 0.1 ms for each. The tensors of a large model would keep the training waiting for the interpreter's lock.
 
     Args:
         content: the content of a file that `torch.save` is to write.

@@ -79,10 +79,12 @@ def write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer, validation_
     Raises:
         CorpusError: a document cannot be read, or none is left for training.
     """
+    if folder.is_dir():
+        return
+    parts = dict(zip(("train", "val"), corpus.split(validation_fraction), strict=True))
     with written_once(folder, ".tokens-") as written:
         if written is None:
             return
-        parts = dict(zip(("train", "val"), corpus.split(validation_fraction), strict=True))
         written.mkdir()
         digest = hashlib.sha256()
         counts = {part: _write_part(written, part, paths, tokenizer, digest) for part, paths in parts.items()}

@@ -98,8 +98,12 @@ class Sweep:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise JobError(f"--sweep gives {twice} twice. Name each hyperparameter once.")
-        for option, word, known in (("--sampling", self.sampling, SAMPLINGS), ("--goal", self.goal, GOALS)):
-            if word is not None and word not in known:
+        words = [
+            ("--sampling", self.sampling, SAMPLINGS),
+            *([("--goal", self.goal, GOALS)] if self.goal is not None else []),
+        ]
+        for option, word, known in words:
+            if word not in known:
                 raise JobError(f"{option} {word} is unknown. Known: {', '.join(known)}.")
         ranges = [parameter.key for parameter in self.parameters if parameter.kind != "choice"]
         if self.sampling == "grid" and ranges:

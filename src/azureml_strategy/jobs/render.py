@@ -158,8 +158,8 @@ def build_job(plan: JobPlan, name: str | None) -> Command:
         variables = {**data_runtime_variables(access_patterns(job.inputs), size), **variables}
     made = command(
         name=name,
-        display_name=display_name,
-        experiment_name=experiment,
+        display_name=display_name or None,
+        experiment_name=experiment or None,
         description=job.description,
         tags=tags,
         command=plan.command,

@@ -100,7 +100,8 @@ def _read_port(adapter: Path, port: int, verbs_device: str | None) -> HCA:
     folder = adapter / "ports" / str(port)
     rate = _RATE.match(read_text(folder / "rate") or "")
     numa_node = read_number(adapter / "device/numa_node")
-    keys = {index: read_number(folder / "pkeys" / str(index), base=16) or 0 for index in _numbered(folder / "pkeys")}
+    # One by one, as each read may ask the adapter's firmware: tables have 128 keys, and the first one is usually full.
+    keys = ((index, read_number(folder / "pkeys" / str(index), base=16) or 0) for index in _numbered(folder / "pkeys"))
     return HCA(
         name=adapter.name,
         port=port,
@@ -108,7 +109,7 @@ def _read_port(adapter: Path, port: int, verbs_device: str | None) -> HCA:
         state=_state(folder / "state"),
         physical_state=_state(folder / "phys_state"),
         rate_gbps=_gbps(rate[1]) if rate else None,
-        full_pkey=next((index for index, key in keys.items() if key > _FULL_MEMBERSHIP), None),
+        full_pkey=next((index for index, key in keys if key > _FULL_MEMBERSHIP), None),
         numa_node=numa_node if numa_node is not None and numa_node >= 0 else None,
         verbs_device=verbs_device,
     )

@@ -67,6 +67,9 @@ class RunReport(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started = time.monotonic()
+        loggers = self._run_loggers(trainer)
+        if not loggers:
+            return
         job = read_job()
         sizes = {
             "nodes": trainer.num_nodes,
@@ -77,7 +80,7 @@ class RunReport(Callback):
             "emulated": "true" if is_emulated(os.environ) else None,
         }
         tags = {f"azureml_strategy.{name}": str(value) for name, value in sizes.items() if value is not None}
-        for logger in self._run_loggers(trainer):
+        for logger in loggers:
             logger.log_tags(tags)
 
     @override
@@ -101,10 +104,10 @@ class RunReport(Callback):
                 "summary/devices": float(trainer.world_size),
                 "summary/steps": float(summary.steps),
             }
-            for each in self._loggers(trainer):
-                each.log_metrics(metrics, step=trainer.global_step)
             for logger in loggers:
                 logger.log_tags({"throughput.unit": throughput.unit})
+            for each in self._loggers(trainer):
+                each.log_metrics(dict(metrics), step=trainer.global_step)
         rows, remarks, verdict = self.rows(trainer), self.remarks(trainer), _verdict(trainer, self.keys)
         hook = throughput.longest_hook() if throughput else ""
         for logger in loggers if hook else ():

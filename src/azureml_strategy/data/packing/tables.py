@@ -321,10 +321,11 @@ def _choose(
 def _schema(table: Path) -> pyarrow.Schema:
     try:
         import pyarrow
-        import pyarrow.ipc
-        import pyarrow.parquet
     except ImportError as error:
         raise PackError(f"{table.name} is read by pyarrow, which is not installed: {install_line('data')}") from error
+    import pyarrow.ipc
+    import pyarrow.parquet
+
     try:
         if table.suffix == ".parquet":
             return pyarrow.parquet.read_schema(table)
