@@ -131,6 +131,10 @@ class FineTuner(NextTokenModule):
         return self.for_step(loss)
 
     @override
+    def evaluation_labels(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return batch["shift_labels"]
+
+    @override
     def evaluation_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         return self._losses(batch, _tokens(batch))[1]
 

@@ -28,6 +28,10 @@ class NextTokenModule(MeanOverLabels):
         """Return the mean cross-entropy over the tokens of a batch."""
         raise NotImplementedError
 
+    def evaluation_labels(self, batch: Any) -> Tensor:
+        """Return the labels of a batch, by whose number `evaluation_loss` is weighed."""
+        raise NotImplementedError
+
     @override
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._log_loss("val", batch)
@@ -57,7 +61,7 @@ class NextTokenModule(MeanOverLabels):
 
     def _log_loss(self, stage: str, batch: Any) -> None:
         # Average over batches and ranks, weighted by their tokens: exact, whatever their sizes.
-        tokens = int((self.labels_of(batch) != IGNORED).sum())
+        tokens = int((self.evaluation_labels(batch) != IGNORED).sum())
         # Lightning's own strategies average these weights over the ranks in whole numbers, so they must divide.
         weight = tokens * self.trainer.world_size
         self.log(f"{stage}/loss", self.evaluation_loss(batch), batch_size=weight, sync_dist=True)
@@ -188,6 +192,10 @@ class LanguageModel(NextTokenModule):
         if type(self).pipeline_loss is not LanguageModel.pipeline_loss:
             return loss  # it need not be a mean over tokens
         return self.weighed(loss, targets)
+
+    @override
+    def evaluation_labels(self, batch: Batch) -> Tensor:
+        return batch[1]
 
     @override
     def evaluation_loss(self, batch: Batch) -> Tensor:

@@ -279,14 +279,17 @@ class AnyWorldDeepSpeedStrategy(StagedDeepSpeedStrategy):
         saved = saved_processes(checkpoint)
         if not fitting or saved == self.world_size:
             return super().load_checkpoint(checkpoint_path, weights_only)
-        rank_zero_info(f"{checkpoint} was saved by {saved} process(es): converting it for {self.world_size}.")
-        require_convertible(checkpoint)
-        self._on_rank_zero(checkpoint, lambda: convert(checkpoint))
-        load_universal_checkpoint(self.deepspeed_engine)
+        self._convert(checkpoint, saved)
         loaded = super().load_checkpoint(checkpoint_path, weights_only)
         if self.zero_stage_3:
             correct_stage_3(self.deepspeed_engine.optimizer.optimizer, checkpoint)
         return loaded
+
+    def _convert(self, checkpoint: Path, saved: int) -> None:
+        rank_zero_info(f"{checkpoint} was saved by {saved} process(es): converting it for {self.world_size}.")
+        require_convertible(checkpoint)
+        self._on_rank_zero(checkpoint, lambda: convert(checkpoint))
+        load_universal_checkpoint(self.deepspeed_engine)
 
     def _on_rank_zero(self, checkpoint: Path, work: Callable[[], None]) -> None:
         """Have rank 0 read a whole checkpoint, which may take longer than a collective or the hang watch waits."""
