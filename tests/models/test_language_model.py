@@ -68,6 +68,20 @@ def test_metrics_are_means_over_the_tokens_that_count() -> None:
     assert tested == pytest.approx({"test/loss": expected, "test/perplexity": math.exp(expected)}, rel=1e-5)
 
 
+class _NotWeighed(LanguageModel):
+    """Its gradients are not weighed by labels: a mean over samples is meant."""
+
+    def labels_of(self, batch: Any) -> Any:
+        return None
+
+
+def test_an_evaluation_counts_tokens_also_where_no_gradient_is_weighed() -> None:
+    one, other = (
+        _trainer().validate(kind(LLAMA, seed=1), _loader(), verbose=False)[0] for kind in (LanguageModel, _NotWeighed)
+    )
+    assert other["val/loss"] == one["val/loss"]
+
+
 def test_the_optimizer_is_adamw_with_warmup_and_no_decay_of_gains() -> None:
     model = LanguageModel(GPT2, learning_rate=0.5, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2, warmup_steps=2)
     rates: list[float] = []
