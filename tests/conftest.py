@@ -32,6 +32,11 @@ settings.load_profile("the-same")
 # Two ranks on two cores: one thread each is what a real run on this many cores would use. More would wait for one
 # another in loops. Set here, as torch reads it once: `pytest tests/checkpoint` imports that folder's conftest.py, and
 # thereby torch, before it calls `pytest_configure`.
+if "torch" in sys.modules and "OMP_NUM_THREADS" not in os.environ:
+    # Its parallel loops have threads then. A worker that is forked does not have them, and waits for them for ever.
+    raise pytest.UsageError(
+        "torch was imported before tests/conftest.py set OMP_NUM_THREADS. See what imports it above."
+    )
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch's rendezvous store asks for the name of each process that connects, and serves nobody until it has the answer or
 # has waited for five seconds, which is resolv.conf's default; a busy name server loses one question in a hundred.

@@ -312,7 +312,7 @@ entry_of_fit = call._call_and_handle_interrupt
 convert_params = fabric_logger._convert_params
 flatten_dict = fabric_logger._flatten_dict
 
-# Methods of the loops that `checkpoint/loop_state.py` wraps: of the fit loop, and of the epoch's.
+# Methods of the loops that `checkpoint/loop_progress.py` wraps: of the fit loop, and of the epoch's.
 LOAD_LOADER_STATES = "_load_combined_loader_states"
 BEFORE_FETCH = "_on_before_fetch"
 # The dictionaries of a LoggerConnector. Checkpoints have these names.

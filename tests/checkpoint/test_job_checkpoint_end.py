@@ -93,7 +93,7 @@ def test_an_epoch_that_a_script_cuts_short(tmp_path: Path) -> None:
 
 def test_a_training_that_ends_while_gradients_accumulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As under DeepSpeed, which counts on over the end of an epoch: then there is no moment between two steps."""
-    monkeypatch.setattr("azureml_strategy.checkpoint.loop_state.accumulating", lambda *_, **__: True)
+    monkeypatch.setattr("azureml_strategy.checkpoint.loop_progress.accumulating", lambda *_, **__: True)
     train(tmp_path)
     assert [(each.step, each.reason) for each in saved(tmp_path)] == [(30, "end")]
 

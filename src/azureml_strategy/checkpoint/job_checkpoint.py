@@ -20,16 +20,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from azureml_strategy.checkpoint import exact_resume
+from azureml_strategy.checkpoint import builtin_callbacks
+from azureml_strategy.checkpoint.builtin_callbacks import warn_of_ranks_apart, warn_of_what_is_lost
 from azureml_strategy.checkpoint.callback_state import SharedTimer, restore_states, states_of_ranks
 from azureml_strategy.checkpoint.checkpoint_io import AtomicCheckpointIO, reads_through_io
 from azureml_strategy.checkpoint.elastic import warn_unless_elastic
-from azureml_strategy.checkpoint.exact_resume import warn_of_ranks_apart, warn_of_what_is_lost
 from azureml_strategy.checkpoint.exports import require_models, write_folder
 from azureml_strategy.checkpoint.fit_resume import FitResume, default_folder, searches_only, warn_of_own_disk
 from azureml_strategy.checkpoint.folder import CheckpointFolder, this_run
 from azureml_strategy.checkpoint.global_batch import running_global_batch
-from azureml_strategy.checkpoint.loop_state import FitLoopState
+from azureml_strategy.checkpoint.loop_progress import FitLoopState
 from azureml_strategy.checkpoint.manifest import Manifest
 from azureml_strategy.checkpoint.metric_state import Settings, metric_settings, metric_state, restore_metric_state
 from azureml_strategy.checkpoint.module_record import module_entry, remember_input
@@ -314,7 +314,7 @@ class JobCheckpoint(ModelCheckpoint):
             "between_steps": loop.between_steps,
             "ranks": gather_sound(own),
             "states": states_of_ranks(trainer, checkpoint),
-            "callbacks": exact_resume.save(trainer, checkpoint),
+            "callbacks": builtin_callbacks.save(trainer, checkpoint),
             "unwritten": pending_metrics(trainer),
         }
 
@@ -345,10 +345,10 @@ class JobCheckpoint(ModelCheckpoint):
         states = ours.get("states")  # an older version's checkpoint has none
         if own is not None and states:
             restore_states(trainer, checkpoint, states[trainer.global_rank])
-        exact_resume.stop_again(trainer, ours["callbacks"])
+        builtin_callbacks.stop_again(trainer, ours["callbacks"])
 
         def restore(within_epoch: bool) -> None:
-            exact_resume.restore(trainer, ours["callbacks"], within_epoch)
+            builtin_callbacks.restore(trainer, ours["callbacks"], within_epoch)
             if own is not None:
                 restore_metric_state(trainer, own["metrics"])
                 set_random_state(own["random"], _generators(trainer))

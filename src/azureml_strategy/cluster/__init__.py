@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from azureml_strategy.cluster.job import Job, read_job
     from azureml_strategy.cluster.launch import Launch
     from azureml_strategy.cluster.launchers import detect_launch
-    from azureml_strategy.cluster.node_count import learn_launch
+    from azureml_strategy.cluster.node_discovery import learn_launch
 
 __all__ = [
     "AzureMLEnvironment",
@@ -37,7 +37,7 @@ __getattr__ = lazy_attributes(
         "Launch": "azureml_strategy.cluster.launch",
         "LaunchGuard": "azureml_strategy.cluster.guard",
         "detect_launch": "azureml_strategy.cluster.launchers",
-        "learn_launch": "azureml_strategy.cluster.node_count",
+        "learn_launch": "azureml_strategy.cluster.node_discovery",
         "read_job": "azureml_strategy.cluster.job",
     },
 )

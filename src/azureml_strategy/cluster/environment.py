@@ -11,7 +11,7 @@ from typing_extensions import override
 from azureml_strategy.cluster.environ import LaunchError, describe
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.launchers import detect_ranks
-from azureml_strategy.cluster.node_count import learn_launch
+from azureml_strategy.cluster.node_discovery import learn_launch
 
 log = logging.getLogger(__name__)
 # If one of these is set, by hand or by a launcher, there are other nodes.

@@ -18,7 +18,7 @@ from typing_extensions import override
 from azureml_strategy.cluster.environ import GUARD_SWITCH, LaunchError, describe
 from azureml_strategy.cluster.isolation import Isolated, IsolatedCallback
 from azureml_strategy.cluster.launch import Launch, PartialLaunch
-from azureml_strategy.cluster.node_count import learn_launch
+from azureml_strategy.cluster.node_discovery import learn_launch
 from azureml_strategy.lightning_internals import MultiProcessingLauncher, fabric_in_the_making
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.job_checkpoint import JobCheckpoint
-from azureml_strategy.checkpoint.loop_state import FitLoopState
+from azureml_strategy.checkpoint.loop_progress import FitLoopState
 from azureml_strategy.cluster.environ import TERMINATION_SWITCH
 from azureml_strategy.cluster.isolation import CapturedResult, IsolatedCallback, run_user_code
 from azureml_strategy.cluster.job import read_job

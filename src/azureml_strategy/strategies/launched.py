@@ -29,7 +29,7 @@ from typing_extensions import override
 from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.environment import AzureMLEnvironment
 from azureml_strategy.cluster.launch import Launch
-from azureml_strategy.cluster.node_count import learn_launch
+from azureml_strategy.cluster.node_discovery import learn_launch
 from azureml_strategy.control.gather import gather
 from azureml_strategy.huggingface.checkpoints import RecordsModels
 from azureml_strategy.huggingface.loading import Loading, Way, loading_as

@@ -30,6 +30,7 @@ from azureml_strategy.cluster.launchers import detect_launch
 
 log = logging.getLogger(__name__)
 
+
 # torch's own limit for a process group, which the ranks are about to start. A rank that may be late there may be late
 # here, for example because rank 0 downloads the data first.
 _TIMEOUT = timedelta(minutes=30)

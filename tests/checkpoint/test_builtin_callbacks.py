@@ -10,7 +10,7 @@ from tests.multiprocess.scripts.noisy import Noisy, Numbers
 from torch.utils.data import DataLoader
 
 from azureml_strategy.checkpoint import JobCheckpoint
-from azureml_strategy.checkpoint.exact_resume import warn_of_what_is_lost
+from azureml_strategy.checkpoint.builtin_callbacks import warn_of_what_is_lost
 from azureml_strategy.strategies import AzureMLDDPStrategy
 from azureml_strategy.strategies.compression import Compression
 

@@ -1,7 +1,6 @@
-"""Makes a resume exact.
+"""The state of Lightning's own callbacks that Lightning leaves out of a checkpoint: saved and restored here.
 
-It saves and restores the state of Lightning callbacks that Lightning leaves out of a checkpoint, and warns of what a
-resume cannot restore.
+It also warns of what a resume cannot restore.
 """
 
 from __future__ import annotations

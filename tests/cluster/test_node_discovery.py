@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.emulated import free_port
 
-from azureml_strategy.cluster import detect_launch, learn_launch, node_count
+from azureml_strategy.cluster import detect_launch, learn_launch, node_discovery
 from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.launch import Launch, PartialLaunch
 from azureml_strategy.cluster.launchers import detect_ranks
@@ -26,7 +26,7 @@ PATIENT = timedelta(seconds=100)
 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_count, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(node_discovery, "_PAUSE_SECONDS", 0.01)
 
 
 def known(rank: int, processes: int, port: int, world_size: int = 4) -> PartialLaunch:
@@ -39,7 +39,7 @@ def answers(*ranks: PartialLaunch, timeout: timedelta = PATIENT) -> list[int | s
 
     def ask(rank: PartialLaunch) -> int | str:
         try:
-            return node_count._ask(rank, timeout)
+            return node_discovery._ask(rank, timeout)
         except LaunchError as error:
             return str(error)
 
@@ -61,7 +61,7 @@ def test_local_ranks_may_be_missing() -> None:
 def test_the_port_is_free_before_anyone_has_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks may go on at once to a process group, whose store has the same port."""
     port, bound = free_port(), []
-    line = node_count._line
+    line = node_discovery._line
 
     def spied(message: dict[str, Any]) -> bytes:
         if "nodes" in message:
@@ -69,7 +69,7 @@ def test_the_port_is_free_before_anyone_has_the_answer(monkeypatch: pytest.Monke
                 bound.append(True)
         return line(message)
 
-    monkeypatch.setattr(node_count, "_line", spied)
+    monkeypatch.setattr(node_discovery, "_line", spied)
     assert answers(*(known(rank, 2, port) for rank in range(4))) == [2] * 4
     assert bound
 
@@ -123,7 +123,7 @@ def test_rank_0_that_goes_away_is_named_at_once() -> None:
     with socket.create_server(("127.0.0.1", port)) as server, ThreadPoolExecutor(1) as pool:
         told = pool.submit(answers, known(1, 1, port, 2))
         with server.accept()[0] as connection, connection.makefile("rb") as lines:
-            connection.sendall(node_count._GREETING)
+            connection.sendall(node_discovery._GREETING)
             assert json.loads(lines.readline())["rank"] == 1
         (error,) = told.result()
     assert str(error).startswith(f"Rank 1 lost rank 0 (node 0, 127.0.0.1:{port})")
@@ -146,8 +146,8 @@ def test_no_rank_0_is_said_in_time() -> None:
 def test_a_long_wait_is_reported_while_it_lasts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(node_count, "_REMIND_SECONDS", 0.1)
-    with caplog.at_level(logging.WARNING, node_count.__name__):
+    monkeypatch.setattr(node_discovery, "_REMIND_SECONDS", 0.1)
+    with caplog.at_level(logging.WARNING, node_discovery.__name__):
         answers(known(0, 1, free_port(), 2), timeout=timedelta(seconds=0.35))
     assert "Still waiting for rank 1. If they make no Trainer, set AZUREML_NODE_COUNT" in caplog.messages[0]
 
