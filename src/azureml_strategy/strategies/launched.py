@@ -1,7 +1,6 @@
-"""Names at the start of a training what is in evaluation mode although it trains.
+"""Base of all our strategies: processes, ranks and devices come from the launch.
 
-`from_pretrained` of transformers leaves a model so, and Lightning keeps the modes that a module has: the model would
-train without dropout and without activation checkpointing.
+It also warns at the start of what would train in evaluation mode, and has schedulers of all ranks follow one value.
 """
 
 from __future__ import annotations
@@ -59,7 +58,11 @@ _networks: dict[str, RunNetwork] = {}
 
 
 def warn_of_evaluation_modes(module: LightningModule) -> None:
-    """Warn of parts in evaluation mode whose parameters an optimizer has. Nothing is changed: it may be meant."""
+    """Warn of parts in evaluation mode whose parameters an optimizer has. Nothing is changed: it may be meant.
+
+    `from_pretrained` of transformers leaves a model so, and Lightning keeps the modes that a module has: the model
+    would train without dropout and without activation checkpointing.
+    """
     found = list(trained_in_evaluation_mode(module))
     if found:
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
