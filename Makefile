@@ -17,7 +17,7 @@ JOB = $(addprefix tests/,checkpoint cluster control hang_detection huggingface m
 	test_sequence_parallel.py)
 RECIPES = $(addprefix tests/,data gpu models training hydra_plugins)
 DESK = $(addprefix tests/,bench cli documentation emulator examples faults jobs reporting serving study test_benchmark_scripts.py \
-	test_architecture.py test_benchmarks.py test_cli.py test_command_line.py test_docs.py test_fuzz.py test_hidden_gpus.py test_inside.py test_internals.py \
+	test_architecture.py test_benchmarks.py test_cli.py test_command_line.py test_docs.py test_fuzz.py test_hidden_gpus.py test_import_weight.py test_inside.py test_internals.py \
 	test_lazy.py test_lint.py test_packaging.py test_release.py test_suite.py)
 SOURCES = pyproject.toml constraints.txt
 # The tests start hundreds of processes, which need not compile the project each.
