@@ -336,7 +336,7 @@ class ReplicaCheck(ComparingCallback):
         name = f"{self._name}/{why}/{step}"
         self._last_step, self._last_batch = step, self._batches
         self._next_visit, self._next_comparison = 0, self._batches + 1
-        # Pairs of looks read the same elements, so that a buffer can be seen to stay as it is.
+        # Two looks after each other read the same elements, so that they show whether a buffer has changed.
         self._unreported.append(Look(name, copies_of(trainer), step // (2 * _EVERY), self._batches))
 
     def _send_reports(self, trainer: Trainer, wait: bool) -> None:
@@ -346,10 +346,10 @@ class ReplicaCheck(ComparingCallback):
             before = [values for batches, values in self._last_values if batches < look.batches]
             values, report = look.report(before[-1] if before else None, equalizes_buffers(trainer.strategy))
             self._last_values = [*self._last_values[-1:], (look.batches, values)]
-            own = f"{look.name}/{trainer.global_rank}"
-            self._reported.append(own)
+            key = f"{look.name}/{trainer.global_rank}"
+            self._reported.append(key)
             old = self._reported.pop(0) if len(self._reported) > 4 else None
-            self._ask(partial(_send, key=own, report=report, old=old))
+            self._ask(partial(_send, key=key, report=report, old=old))
             if trainer.is_global_zero:
                 self._uncompared = [*self._uncompared[-3:], look.name]
 
@@ -385,6 +385,7 @@ def _all_or_none(store: Any, keys: list[str]) -> list[str] | None:
 
 
 def _claim(store: Any, name: str, rank: int) -> bool:
-    """Whether this rank is among the first that ask. Asking again changes nothing."""
-    own = str(rank).encode()
-    return any(store.compare_set(f"{name}/{place}", "", str(rank)) == own for place in range(_MOST_WARNING_RANKS))
+    """Whether this rank is among the first that ask. To ask again changes nothing."""
+    value = str(rank)
+    keys = (f"{name}/{place}" for place in range(_MOST_WARNING_RANKS))
+    return any(store.compare_set(key, "", value) == value.encode() for key in keys)

@@ -171,11 +171,11 @@ def _of_module(trainer: Trainer) -> Iterator[Copy]:
         # Each rank has its own on purpose: what DDP is told to leave alone, and DeepSpeed's experts.
         if name in ignored or getattr(tensor, "allreduce", True) is False:
             continue
-        own, holders = tensor, shared
+        local, holders = tensor, shared
         if isinstance(tensor, DTensor):
-            own, holders = tensor.to_local(), f"{shared}{_part(tensor)}"
-        if is_hashable(own) and own.numel():
-            yield Copy(kind, name, holders, own)
+            local, holders = tensor.to_local(), f"{shared}{_part(tensor)}"
+        if is_hashable(local) and local.numel():
+            yield Copy(kind, name, holders, local)
 
 
 def _holders(strategy: Any) -> str | None:

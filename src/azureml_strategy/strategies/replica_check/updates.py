@@ -128,14 +128,14 @@ class _Step:
 
     def add(self, trained: _Trained, gradient: Tensor) -> None:
         """Note a parameter that is about to change, unless its gradient is sparse."""
-        values, own = trained.values(), _local(gradient)
-        if own.layout != torch.strided or not own.numel() or values.shape != own.shape:
+        values, local = trained.values(), _local(gradient)
+        if local.layout != torch.strided or not local.numel() or values.shape != local.shape:
             return
-        key = (own.shape, own.dtype, own.device, values.dtype, values.device, *trained[3:])
+        key = (local.shape, local.dtype, local.device, values.dtype, values.device, *trained[3:])
         together, gradients = self._alike.setdefault(key, ([], []))
         together.append(trained)
-        gradients.append(own)
-        if len(together) * own.numel() >= _MOST_TOGETHER:
+        gradients.append(local)
+        if len(together) * local.numel() >= _MOST_TOGETHER:
             self._rows.append(_Rows.of(*self._alike.pop(key)))
 
     def begin(self) -> None:
