@@ -1,7 +1,8 @@
 """Every private name of DeepSpeed that this package uses, where DeepSpeed has no public way.
 
-`INTERNALS` says what for. Lightning's own strategy for DeepSpeed is in `lightning_internals.py`. This file imports
-DeepSpeed only in its functions: our strategies say by themselves that it is missing.
+`INTERNALS` gives the reason for each. The private names of Lightning's DeepSpeed strategy are in
+`lightning_internals.py`. This file imports DeepSpeed only inside its functions: where DeepSpeed is missing, our
+strategies say so.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-# How stages 1 and 2 count backward passes: before the first one of a step.
+# The number that stages 1 and 2 give to the backward passes of a step before the first one.
 INITIAL_STEP = -1
 INTERNALS: dict[str, dict[str, str]] = {
     # What `StageEngine` and `StageModule` use on themselves, some for each micro-batch.
@@ -61,8 +62,8 @@ INTERNALS: dict[str, dict[str, str]] = {
 def compile_no_operations() -> None:
     """Keep DeepSpeed from compiling operations for the CPU.
 
-    It would take two minutes to compile its shared-memory all-reduce. Only inference and tensor parallelism call it,
-    and gloo's replaces it. Asking DeepSpeed what else it can compile starts compilers too.
+    Its shared-memory all-reduce would take two minutes to compile. Only inference and tensor parallelism call it, and
+    gloo's replaces it. To ask DeepSpeed what else it can compile starts compilers, too.
     """
     import deepspeed
 
@@ -70,10 +71,10 @@ def compile_no_operations() -> None:
 
 
 class ReusedGroups:
-    """Gives DeepSpeed the process groups that it made for an earlier training in this process.
+    """Gives DeepSpeed the process groups again that it made for an earlier training in this process.
 
-    DeepSpeed makes them anew for each training and frees none, and one of NCCL's holds 390 MB of a GPU (seen on an
-    H100; a pipeline has five). In one training, each request for the same ranks has a group of its own.
+    DeepSpeed makes them anew for each training and frees none. One of NCCL's holds 390 MB of a GPU (measured on an
+    H100), and a pipeline has five. Within a training, each request for the same ranks gets another group.
     """
 
     def __init__(self) -> None:
@@ -82,15 +83,15 @@ class ReusedGroups:
         self._given: Counter[tuple[int, ...]] = Counter()
 
     def begin(self) -> None:
-        """Begin a training: what earlier ones have used may be given again."""
+        """Begin a training: the groups of earlier ones may be given again."""
         self._given.clear()
         world = dist.group.WORLD if dist.is_initialized() else None
-        if world is not self._world:  # the others are gone with it
+        if world is not self._world:  # the groups have ended with the former world
             self._world = world
             self._made.clear()
 
     def give(self, make: Callable[[Iterable[int]], Any], ranks: Iterable[int]) -> Any:
-        """Return a group of these ranks; a collective of all ranks, as to make one is."""
+        """Return a group of these ranks. All ranks must call this, as `make` is a collective."""
         key = tuple(ranks)
         made = self._made.setdefault(key, [])
         if self._given[key] == len(made):
@@ -105,7 +106,7 @@ _reused = ReusedGroups()
 def forget_groups() -> None:
     """Make DeepSpeed ask for its process groups anew.
 
-    It keeps the groups of this process's last Trainer, but they may be destroyed, or cut for tensor parallelism.
+    It keeps those of this process's last Trainer, but they may be destroyed, or made for tensor parallelism.
     """
     from deepspeed.utils import groups
 
@@ -123,11 +124,11 @@ def reuse_groups() -> None:
 
 
 def let_go(engine: DeepSpeedEngine) -> None:
-    """Take an engine off its module when a training has ended. DeepSpeed leaves there all that it has put there.
+    """Take an engine's hooks off its module when a training has ended. DeepSpeed leaves them there.
 
-    The gradients of a second training would pass through the first one's buffers too, on a GPU while another stream
-    reads them: wrong numbers, in silence. And nothing would ever free the engine with the state of its optimizer. The
-    hooks that gather parameters of ZeRO 3 for a call of the module stay.
+    The gradients of a second training would pass through the first one's buffers too. On a GPU, another stream may read
+    these meanwhile: the numbers would be wrong, without an error. And the engine with the state of its optimizer would
+    never be freed. The hooks that gather parameters of ZeRO 3 for a call of the module stay.
     """
     from deepspeed.runtime.zero import parameter_offload
 
@@ -139,11 +140,11 @@ def let_go(engine: DeepSpeedEngine) -> None:
     for handle in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
         if handle is not None:
             handle.remove()
-    own = set(map(id, engine.module.modules()))
+    modules = set(map(id, engine.module.modules()))
     stack = parameter_offload.FWD_MODULE_STACK
-    stack[:] = [module for module in stack if id(module) not in own]
+    stack[:] = [module for module in stack if id(module) not in modules]
     if hasattr(engine, "pipe_buffers"):
-        # Their graphs lead back to the engine, by a way that Python's garbage collector does not see.
+        # Their graphs refer to the engine in a way that Python's garbage collector does not see.
         engine.loss = None
         for buffers in engine.pipe_buffers.values():
             buffers[:] = [None] * len(buffers)
@@ -157,8 +158,8 @@ def load_universal_checkpoint(engine: DeepSpeedEngine) -> None:
 def zero_init(config: dict[str, Any], remote_device: str | None) -> AbstractContextManager[Any]:
     """Cut the parameters of each layer as it is built, by `deepspeed.zero.Init`, and leave buffers what they are.
 
-    With bf16, DeepSpeed would make every tensor of a constructor bf16: positions above 256, rotary frequencies and
-    running statistics would be rounded, which training keeps in float32, and weights would be drawn in bf16. Here the
+    With bf16, DeepSpeed would make every tensor of a constructor bf16. Positions above 256, rotary frequencies and
+    running statistics, which training keeps in float32, would be rounded, and weights would be drawn in bf16. Here the
     parameters of a layer are cast when its constructor has ended.
 
     Args:
@@ -182,15 +183,15 @@ def zero_init(config: dict[str, Any], remote_device: str | None) -> AbstractCont
 
 
 class FlatSlice:
-    """The numbers of a flattened parameter and of its gradient, one after the other, that this rank keeps under ZeRO.
+    """The contiguous numbers of a flattened parameter and of its gradient that this rank keeps under ZeRO.
 
     Args:
         parameter: one that `is_of_zero`.
 
     Attributes:
-        start: the first number of the slice.
-        group_size: ranks that keep slices of one gradient.
-        scale: what DeepSpeed has multiplied the loss with, in float16.
+        start: the place of the slice's first number.
+        group_size: number of ranks that keep slices of one gradient.
+        scale: the factor by which DeepSpeed has multiplied the loss, in float16.
     """
 
     def __init__(self, parameter: nn.Parameter) -> None:
@@ -254,14 +255,14 @@ class FlatSlice:
         assert kept is not None
         kept.copy_(part)
         if getattr(optimizer, "cpu_offload", False):
-            # On the host, DeepSpeed takes the norm and looks for infinities when the gradient arrives.
+            # On the host, DeepSpeed takes the norm and looks for infinities when a gradient arrives.
             optimizer.norm_for_param_grads[optimizer.get_param_id(self._parameter)] = torch.linalg.vector_norm(
                 kept, dtype=torch.float32
             )
             optimizer.update_offload_overflow_tracker(kept)
 
     def gather(self) -> Tensor:
-        """Return the whole gradient in float32; a collective of the ranks that keep slices."""
+        """Return the whole gradient in float32. This is a collective of the ranks that keep slices."""
         if self._of_stage_3:
             whole: Tensor = self._parameter._z3_optimizer.get_fp32_grad_for_param(self._parameter)
         else:
@@ -278,7 +279,7 @@ def is_of_zero(parameter: nn.Parameter) -> bool:
 
 
 def has_gradients(parameter: nn.Parameter) -> bool:
-    """Tell whether this is between the last backward pass of a step and the step. With offload, nothing tells."""
+    """Tell whether this is between the last backward pass of a step and the step. With offload it is always True."""
     optimizer: Any = _zero_optimizer(parameter)
     kept = getattr(optimizer, "averaged_gradients", None)
     offloads = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
@@ -291,9 +292,9 @@ def float32_copy(parameter: nn.Parameter) -> Tensor | None:
 
 
 def drop_stale_gradients(engine: DeepSpeedEngine) -> None:
-    """Empty the slices on the host to which no gradient came, before a step. DeepSpeed has a norm of each that did.
+    """Empty the slices on the host to which no gradient came in this step. DeepSpeed has a norm of each that did.
 
-    It copies gradients into buffers as they come, and ZeRO 3 and offloaded optimizers never empty them: a layer that
+    DeepSpeed copies gradients into buffers as they come. ZeRO 3 and offloaded optimizers never empty them: a layer that
     was used once would be trained by the same gradient in each later step.
     """
     optimizer: Any = engine.optimizer
@@ -322,7 +323,7 @@ def forget_gradients(engine: DeepSpeedEngine) -> None:
 def discard_gradients(engine: DeepSpeedEngine) -> None:
     """Forget the gradients of a backward pass that no step has followed, as `zero_grad` of torch's optimizers does.
 
-    DeepSpeed's own leaves those that are averaged already, and stages 1 and 2 add the next ones to some of them.
+    DeepSpeed's `zero_grad` keeps those that are averaged already, and stages 1 and 2 add the next ones to some of them.
     """
     optimizer: Any = engine.optimizer
     if hasattr(optimizer, "single_partition_of_fp32_groups"):
@@ -335,7 +336,7 @@ def discard_gradients(engine: DeepSpeedEngine) -> None:
 
 
 def can_add_gradients(engine: DeepSpeedEngine) -> bool:
-    """Tell whether gradients of several backward passes can be added up before a step that DeepSpeed did not count."""
+    """Tell whether gradients of more backward passes than DeepSpeed counts on can be added up before a step."""
     optimizer: Any = engine.optimizer
     of_stage_3 = hasattr(optimizer, "grad_partitions_flat_buffer")
     offloads = getattr(optimizer, "cpu_offload", False) and not of_stage_3
@@ -343,21 +344,21 @@ def can_add_gradients(engine: DeepSpeedEngine) -> bool:
 
 
 def begin_further_backward(engine: DeepSpeedEngine) -> dict[int, list[Tensor]]:
-    """Make a backward pass that no step precedes add to the gradients that are there; see `end_further_backward`.
+    """Have a second backward pass before a step add to the gradients that are there; see `end_further_backward`.
 
     Returns:
-        What stages 1 and 2 would overwrite.
+        The gradients that stages 1 and 2 would overwrite, by group.
     """
     optimizer: Any = engine.optimizer
     if hasattr(optimizer, "grad_partitions_flat_buffer"):
-        optimizer.micro_step_id = max(optimizer.micro_step_id, 1)  # it overwrites in the first one, numbered 0
+        optimizer.micro_step_id = max(optimizer.micro_step_id, 1)  # the pass with number 0 overwrites
         return {}
     kept = getattr(optimizer, "averaged_gradients", {})
     return {group: list(gradients) for group, gradients in kept.items() if gradients is not None}
 
 
 def end_further_backward(engine: DeepSpeedEngine, earlier: dict[int, list[Tensor]]) -> None:
-    """Add what was there before the backward pass."""
+    """Add the gradients that were there before the backward pass."""
     optimizer: Any = engine.optimizer
     for group, gradients in earlier.items():
         for new, before in zip(optimizer.averaged_gradients[group], gradients, strict=True):
@@ -380,9 +381,9 @@ def flat_parameters(engine: DeepSpeedEngine) -> list[nn.Parameter]:
 
 
 def trained_copies(engine: DeepSpeedEngine) -> list[tuple[Tensor, Tensor]]:
-    """Return this rank's parts of the parameters, each with the copy that the optimizer trains, on the same device.
+    """Return this rank's parts of the parameters, each with the copy on the same device that the optimizer trains.
 
-    Parts without a copy are left out: ZeRO 3 trains float32 parts themselves.
+    Parts without such a copy are left out: ZeRO 3 trains float32 parts themselves.
     """
     optimizer: Any = engine.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
@@ -395,7 +396,7 @@ def trained_copies(engine: DeepSpeedEngine) -> list[tuple[Tensor, Tensor]]:
             names = ("parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups")
         parts, copies = (getattr(optimizer, name, []) for name in names)
         ranks = [dist.get_rank(group) for group in getattr(optimizer, "real_dp_process_group", [])]
-        found = [(own[rank], copy.detach()) for own, copy, rank in zip(parts, copies, ranks, strict=False)]
+        found = [(of_ranks[rank], copy.detach()) for of_ranks, copy, rank in zip(parts, copies, ranks, strict=False)]
     return [
         (part, copy)
         for part, copy in found
@@ -404,7 +405,7 @@ def trained_copies(engine: DeepSpeedEngine) -> list[tuple[Tensor, Tensor]]:
 
 
 def persistent_parameters(engine: DeepSpeedEngine) -> list[nn.Parameter]:
-    """Return ZeRO 3's small parameters, which stay whole between steps once they were used, beside their parts."""
+    """Return ZeRO 3's small parameters. Once used, each stays whole between steps, beside its parts."""
     optimizer: Any = engine.optimizer
     found: list[nn.Parameter] = [
         each for each in getattr(optimizer, "persistent_parameters", []) if each.ds_tensor.device == each.device
@@ -413,7 +414,7 @@ def persistent_parameters(engine: DeepSpeedEngine) -> list[nn.Parameter]:
 
 
 def part_of_whole(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of a whole parameter of ZeRO 3, and the part that DeepSpeed keeps; both may be empty."""
+    """Return this rank's part of a whole parameter of ZeRO 3, and DeepSpeed's copy of that part. Both may be empty."""
     cut = cast(Any, parameter)
     start = min(dist.get_rank(cut.ds_process_group) * cut.ds_tensor.numel(), cut.ds_numel)
     length = min(cut.ds_tensor.numel(), cut.ds_numel - start)
@@ -426,5 +427,5 @@ def is_whole(parameter: nn.Parameter) -> bool:
 
 
 def _zero_optimizer(parameter: nn.Parameter) -> Any:
-    """Return ZeRO's optimizer; None if this rank keeps nothing of the parameter's gradient."""
+    """Return ZeRO's optimizer of a parameter; None if this rank keeps nothing of its gradient."""
     return getattr(parameter, "_z3_optimizer", getattr(parameter, "_zero_optimizer", None))

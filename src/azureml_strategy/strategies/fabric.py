@@ -52,7 +52,7 @@ from azureml_strategy.strategies.zero.config import require_compiler, require_de
 from azureml_strategy.strategies.zero.construction import Construction
 from azureml_strategy.strategies.zero.device import AnyDevice
 from azureml_strategy.strategies.zero.refusals import StartingParameters, refuse_lbfgs, refuse_scalars
-from azureml_strategy.strategies.zero.watched_engine import WatchedEngine
+from azureml_strategy.strategies.zero.watched_engine import FabricEngine
 
 
 class FabricNodeLauncher(NodeLauncher):
@@ -235,7 +235,7 @@ class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrate
             self.config["gradient_clipping"] = 0.0  # Fabric leaves it out, and DeepSpeed's default clips the norm to 1
         self._autocast, self._broadcast_buffers = autocast, broadcast_buffers
         self._buffers: list[EqualBuffers] = []
-        self._watched: dict[nn.Module, WatchedEngine] = {}
+        self._watched: dict[nn.Module, FabricEngine] = {}
         require_compiler(self.config)
 
     @contextmanager
@@ -264,7 +264,7 @@ class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrate
         starting = StartingParameters(module, optimizers[0])
         engine, optimizers, scheduler = super().setup_module_and_optimizers(module, optimizers, scheduler)
         self._prepare(engine, module)
-        self._watched[engine] = WatchedEngine(engine, module, starting, self._watched)
+        self._watched[engine] = FabricEngine(engine, module, starting, self._watched)
         return engine, optimizers, scheduler
 
     @override
@@ -289,14 +289,15 @@ class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrate
         watched = next(each for each in self._watched.values() if optimizer in (each.engine, each.engine.optimizer))
         closure = kwargs.pop("closure", None)  # DeepSpeed's step does not call it
         loss = None if closure is None else closure()
-        watched.before_step()
+        watched.awaits_step = False  # DeepSpeed's step calls zero_grad before it takes the gradients
+        watched.edited.take()
         steps = watched.engine.is_gradient_accumulation_boundary()
         if steps:
             drop_stale_gradients(watched.engine)
         output = super().optimizer_step(optimizer, **kwargs)
         if steps:
             forget_gradients(watched.engine)
-        watched.after_step()
+        watched.edited.remember()
         return output if closure is None else loss
 
     def _prepare(self, engine: nn.Module, module: nn.Module) -> None:

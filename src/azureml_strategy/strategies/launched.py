@@ -325,10 +325,14 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        beside: Any = super(LaunchedStrategy, type(self)).precision_plugin
-        beside.fset(self, precision_plugin)  # ZeRO puts a plugin of its own in the place of Lightning's
-        if self._precision_plugin is not None:
-            keep_precise(self._precision_plugin, self._keeps_statistics, self.trains_several_types)
+        if precision_plugin is not None:
+            precision_plugin = self.adapt_precision(precision_plugin)
+            keep_precise(precision_plugin, self._keeps_statistics, self.trains_several_types)
+        self._precision_plugin = precision_plugin
+
+    def adapt_precision(self, plugin: Precision) -> Precision:
+        """Return the plugin that the strategy uses in the place of the given one, or that one."""
+        return plugin
 
     @override
     def setup(self, trainer: Trainer) -> None:

@@ -132,15 +132,9 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
     def loads_pretrained(self) -> Way:
         return "in_parts" if self.world_size > 1 else super().loads_pretrained
 
-    @property
     @override
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        made = None if precision_plugin is None else for_meshes(precision_plugin)
-        super(AzureMLModelParallelStrategy, type(self)).precision_plugin.fset(self, made)  # type: ignore[attr-defined]
+    def adapt_precision(self, plugin: Precision) -> Precision:
+        return for_meshes(plugin)
 
     @override
     def setup_environment(self) -> None:

@@ -1,4 +1,4 @@
-"""What a strategy asks of a module's chain of layers, and the chain that a module describes with its own methods."""
+"""Defines what a strategy asks of a module's chain of layers, and the chain that a module describes by its methods."""
 
 from __future__ import annotations
 
@@ -41,10 +41,7 @@ class Chain(Protocol):
 
 
 class OwnChain:
-    """The chain of a module that has `pipeline_layers` and `pipeline_batch`. Its step takes outputs from `forward`.
-
-    Args:
-        module: see `PipelineReady`.
+    """The chain of a module that is `PipelineReady`. Its step takes the outputs from `forward`.
 
     Raises:
         PipelineError: the module does not say how to cut it, or two layers have the same name.
@@ -111,10 +108,10 @@ class OwnChain:
 
 
 def _same(given: Any, expected: Any) -> bool:
-    """Whether two structures hold the same values. Tensors with the same memory and layout are not compared."""
-    (mine, structure), (theirs, other) = tree_flatten(given), tree_flatten(expected)
+    """Whether two structures hold the same values. Tensors with the same memory and layout count as equal."""
+    (leaves, structure), (expected_leaves, other) = tree_flatten(given), tree_flatten(expected)
     return structure == other and all(
         (each.data_ptr() == one.data_ptr() and each.shape == one.shape and each.stride() == one.stride())
         or torch.equal(each, one)
-        for each, one in zip(mine, theirs, strict=True)
+        for each, one in zip(leaves, expected_leaves, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Records which layout wrote a checkpoint, in a file beside DeepSpeed's that says how the module was cut."""
+"""Records the layout that wrote a checkpoint, in a file beside DeepSpeed's: how the module was cut."""
 
 from __future__ import annotations
 
@@ -58,16 +58,9 @@ class PipelineLayout:
             ) from error
 
     def check(self, checkpoint: Path, training: bool) -> None:
-        """Refuse a checkpoint that this layout cannot read.
+        """Refuse a checkpoint of no pipeline, or that this layout cannot read; `training` needs optimizer states.
 
         Weights are stored by layer and fit any cut into as many stages or fewer. Optimizer states are stored by rank.
-
-        Args:
-            checkpoint: the folder.
-            training: whether the run needs the optimizer states.
-
-        Raises:
-            PipelineError: another layout, or no pipeline at all, wrote the checkpoint.
         """
         saved = PipelineLayout.read(checkpoint)
         if list(saved.places) != list(self.places):

@@ -1,4 +1,4 @@
-"""Cuts a LightningModule's chain into stages, found by its own methods or as the transformers model that it holds."""
+"""Finds a LightningModule's chain of layers, by its methods or in its transformers model, and cuts it into stages."""
 
 from __future__ import annotations
 
@@ -22,25 +22,14 @@ from azureml_strategy.strategies.pipeline.stage import StageLayer
 
 
 class OtherStage(nn.Module):
-    """Placeholder in a LightningModule for a layer of another stage.
+    """Placeholder in a LightningModule for a layer of another stage, which has so many trainable parameters."""
 
-    Args:
-        name: name of the layer.
-        parameters: number of its trainable parameters.
-    """
-
-    def __init__(self, name: str, parameters: int) -> None:
+    def __init__(self, name: str, trainable: int) -> None:
         super().__init__()
-        self.name = name
-        self.trainable = parameters
+        self.name, self.trainable = name, trainable
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse to run.
-
-        Raises:
-            PipelineError: always.
-        """
         raise PipelineError(
             f"Layer {self.name} is on another stage of the pipeline. Within training_step, validation_step and "
             "test_step call self(inputs); elsewhere a pipeline cannot run the whole module: use its consolidated "
@@ -51,11 +40,7 @@ class OtherStage(nn.Module):
 class Cut:
     """Decides where a module is cut, and reduces the module to one stage.
 
-    Args:
-        module: holds its layers: real ones, or ones on the meta device, which take no memory.
-        chain: of the module.
-        num_stages: number of stages.
-        partition: see `stage_bounds`.
+    The module holds the layers of its chain: real ones, or sketches on the meta device, which take no memory.
 
     Attributes:
         bounds: stage i has the layers from the i-th number up to, not including, the next one.
@@ -68,17 +53,17 @@ class Cut:
     """
 
     def __init__(self, module: LightningModule, chain: Chain, num_stages: int, partition: str) -> None:
-        self._module, self._source = module, chain
-        self._chain = chain.layers
-        self.places = [place_of(module, index, layer) for index, layer in enumerate(self._chain)]
+        self._module, self._chain = module, chain
+        self._layers = chain.layers
+        self.places = [place_of(module, index, layer) for index, layer in enumerate(self._layers)]
         sketches = (name for name, buffer in module.named_buffers() if buffer.is_meta)
         self._refuse_outside([*dict(module.named_parameters()), *module.state_dict(), *sketches])
-        self.parameters = [self._count(index) for index in range(len(self._chain))]
+        self.parameters = [self._count(index) for index in range(len(self._layers))]
         # The last layers count as one, as they stay together.
-        first, kinds = len(self._chain) - chain.heads, [layer.kind for layer in self._chain]
+        first, kinds = len(self._layers) - chain.heads, [layer.kind for layer in self._layers]
         together = [*self.parameters[:first], sum(self.parameters[first:])]
         starts = stage_bounds(together, kinds[: first + 1], num_stages, partition)[:-1]
-        self.bounds = [*starts, len(self._chain)]
+        self.bounds = [*starts, len(self._layers)]
         self._refuse_shared()
         self._shared: dict[str, nn.Parameter] = {}
         self._kept: dict[int, nn.Module] = {}
@@ -88,41 +73,42 @@ class Cut:
         return next(stage for stage, stop in enumerate(self.bounds[1:]) if index < stop)
 
     def stage_layers(self) -> list[StageLayer]:
-        """Return the chain for DeepSpeed, which makes only its stage's layers and shares parameters between stages."""
+        """Return the chain for DeepSpeed, which builds its stage's layers alone and ties parameters between stages."""
         return [
             StageLayer(self._builder(index), layer.tied if self._ties_stages(index) else None, layer.tied_parameter)
-            for index, layer in enumerate(self._chain)
+            for index, layer in enumerate(self._layers)
         ]
 
     def has_float32_buffers(self) -> bool:
         """Whether a layer that each stage builds for itself, in no place of the module, has such buffers."""
         with torch.device("meta"):
             built = [
-                as_module(layer.build()) for layer, place in zip(self._chain, self.places, strict=True) if not place
+                as_module(layer.build()) for layer, place in zip(self._layers, self.places, strict=True) if not place
             ]
         return any(map(float32_buffers, built))
 
     def stages_of_copies(self) -> list[int]:
         """Return the stages whose only trainable parameters are tied to those of earlier stages."""
         if any(isinstance(each, OtherStage) for each in self._module.modules()):
-            return []  # cut before, and so found right
-        own, seen = [0] * (len(self.bounds) - 1), set[str | None]()
-        for index, (layer, place) in enumerate(zip(self._chain, self.places, strict=True)):
-            again = layer.tied is not None and layer.tied in seen and place is not None
+            return []  # it was cut before, when these stages were refused
+        untied, keys = [0] * (len(self.bounds) - 1), set[str | None]()
+        for index, (layer, place) in enumerate(zip(self._layers, self.places, strict=True)):
+            again = layer.tied is not None and layer.tied in keys and place is not None
             shared = self._module.get_submodule(place).get_parameter(layer.tied_parameter) if again and place else None
-            own[self.stage_of(index)] += self.parameters[index] - (0 if shared is None else shared.numel())
-            seen.add(layer.tied)
+            untied[self.stage_of(index)] += self.parameters[index] - (0 if shared is None else shared.numel())
+            keys.add(layer.tied)
         whole = [sum(self.parameters[start:stop]) for start, stop in pairwise(self.bounds)]
-        return [stage for stage, (mine, all_of_it) in enumerate(zip(own, whole, strict=True)) if all_of_it and not mine]
+        counts = enumerate(zip(whole, untied, strict=True))
+        return [stage for stage, (of_stage, of_it_untied) in counts if of_stage and not of_it_untied]
 
     def drop_others(self, stage: int) -> None:
-        """Put placeholders in the module, in the place of the layers of other stages than this."""
+        """Put placeholders in the module in place of the layers of all stages but this."""
         for index, place in enumerate(self.places):
             if place is not None and self.stage_of(index) != stage:
                 self._module.set_submodule(place, OtherStage(place, self.parameters[index]))
 
     def keep_built(self) -> None:
-        """Put the layers that were built into the module, in the place of their sketches."""
+        """Put the layers that were built into the module in place of their sketches."""
         for index, layer in self._kept.items():
             place = self.places[index]
             if place is not None:
@@ -139,16 +125,16 @@ class Cut:
         return f"Pipeline of {len(words)} stages x {replicas} replicas; parameters by stage: {'; '.join(words)}"
 
     def _ties_stages(self, index: int) -> bool:
-        """Whether a layer shares its parameter with other stages and is the first of its own stage to do so."""
-        key = self._chain[index].tied
-        tied = [each for each, layer in enumerate(self._chain) if key is not None and layer.tied == key]
+        """Whether a layer shares its parameter with other stages and is the first of its stage to do so."""
+        key = self._layers[index].tied
+        tied = [each for each, layer in enumerate(self._layers) if key is not None and layer.tied == key]
         stage = self.stage_of(index)
-        mine = [each for each in tied if self.stage_of(each) == stage]
-        return len(mine) < len(tied) and mine[0] == index
+        here = [each for each in tied if self.stage_of(each) == stage]
+        return len(here) < len(tied) and here[0] == index
 
     def _builder(self, index: int) -> Callable[[], nn.Module]:
         def build() -> nn.Module:
-            layer, module = self._chain[index], self._existing(index)
+            layer, module = self._layers[index], self._existing(index)
             if module is None:
                 module = as_module(layer.build())
             if layer.tied is not None:  # by the first layer in this stage with the same key
@@ -156,7 +142,7 @@ class Cut:
                 owner, _, name = layer.tied_parameter.rpartition(".")
                 setattr(module.get_submodule(owner), name, parameter)
             self._kept[index] = module
-            return self._source.view(index, module)
+            return self._chain.view(index, module)
 
         return build
 
@@ -182,9 +168,9 @@ class Cut:
                 return held.trainable
             return sum(parameter.numel() for parameter in held.parameters() if parameter.requires_grad)
         with torch.device("meta"):
-            layer = as_module(self._chain[index].build())
+            layer = as_module(self._layers[index].build())
         if any(True for _ in layer.parameters()):
-            name = self._chain[index].name
+            name = self._layers[index].name
             raise PipelineError(
                 f"The pipeline layer {name!r} has parameters, but {type(self._module).__name__} holds no submodule of "
                 f"that name. Name it after the attribute it is kept under, as `network.{name}`."
@@ -194,7 +180,7 @@ class Cut:
     def _refuse_shared(self) -> None:
         """Refuse parameters of several layers that would become a copy for each layer."""
         first: dict[int, tuple[int, str, str | None]] = {}
-        for index, (layer, place) in enumerate(zip(self._chain, self.places, strict=True)):
+        for index, (layer, place) in enumerate(zip(self._layers, self.places, strict=True)):
             for name, each in self._module.get_submodule(place).named_parameters() if place else ():
                 key = layer.tied if name == layer.tied_parameter else None
                 other, other_name, other_key = first.setdefault(id(each), (index, f"{place}.{name}", key))
@@ -210,7 +196,7 @@ class Cut:
         inside = tuple(f"{place}." for place in self.places if place is not None)
         outside = sorted({name for name in names if not name.startswith(inside)})
         if outside:
-            raise PipelineError(f"{type(self._module).__name__} has {', '.join(outside)} {self._source.outside}")
+            raise PipelineError(f"{type(self._module).__name__} has {', '.join(outside)} {self._chain.outside}")
 
 
 def as_module(layer: Callable[..., Any]) -> nn.Module:
@@ -229,14 +215,10 @@ class _Function(nn.Module):
 
 
 def find_chain(module: LightningModule, activation_checkpointing: bool) -> Chain:
-    """Return the chain of a module that still has all its layers, or was cut before.
-
-    Args:
-        module: has `pipeline_layers` and `pipeline_batch`, or holds one transformers model.
-        activation_checkpointing: whether the strategy recomputes activations.
+    """Return the chain of a module that has its own, or holds one transformers model. It may have been cut before.
 
     Raises:
-        ConfigurationError: there is none, or a model that cannot be cut.
+        ConfigurationError: there is no chain, or the model cannot be cut.
     """
     if isinstance(module, PipelineReady) or not find_models(module):
         return OwnChain(module)
@@ -246,9 +228,7 @@ def find_chain(module: LightningModule, activation_checkpointing: bool) -> Chain
 class HuggingFaceChain:
     """The chain of a module that holds a transformers model. Its step calls that model.
 
-    Args:
-        module: may have a `pipeline_batch` that returns the model's inputs by name, and the targets.
-        activation_checkpointing: whether the strategy recomputes activations.
+    The module may have a `pipeline_batch` that returns the model's inputs by name, and the targets.
 
     Raises:
         UnfitModelError: the model cannot be cut.
@@ -271,7 +251,7 @@ class HuggingFaceChain:
             self._model.check()
 
     def view(self, index: int, layer: nn.Module) -> nn.Module:
-        """Return a module that runs the layer by the model's own forward."""
+        """Return a module that runs the layer by the model's forward."""
         return self._model.view(index, layer)
 
     def split(self, batch: Any) -> tuple[Any, Any]:
@@ -284,6 +264,5 @@ class HuggingFaceChain:
         return self._model.computed(micro.hook, outputs, self._by_name(micro.batch)[0])
 
     def _by_name(self, batch: Any) -> tuple[Mapping[str, Any], Any]:
-        own = getattr(self._module, "pipeline_batch", self._model.split)
-        inputs, targets = own(batch)
+        inputs, targets = getattr(self._module, "pipeline_batch", self._model.split)(batch)
         return inputs, targets

@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline engine driven by Lightning's loops, batches through its stages, and a clock that measures the
+"""DeepSpeed's pipeline engine as Lightning's loops use it, the run of a batch through its stages, and a clock for the
 pipeline bubble.
 """
 
@@ -48,14 +48,11 @@ def pipeline_bubble(num_stages: int, micro_batches: int) -> float:
 
 
 class StageClock:
-    """Measures the time of a step's schedule and the part of it spent in forward and backward passes.
+    """Measures the time of a step's schedule on the stage's device, and the part of it in forward and backward passes.
 
     The schedule ends with the last backward pass: the gradient reduction after it is not part of the bubble.
 
     On a GPU, the clock records events in the stream. Nothing waits for them until they are read.
-
-    Args:
-        device: the stage's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,6 +97,16 @@ class StageClock:
         return float(start.elapsed_time(end)) / 1e3 if self._on_gpu else end - start
 
 
+def _profiled(span: str, execute: Callable[..., None], timed: bool = False) -> Callable[..., None]:
+    """Return the method that carries out an instruction inside a span of the profiler, and on the clock if `timed`."""
+
+    def run(engine: StageEngine, **arguments: Any) -> None:
+        with engine.profile(span), engine.clock.working() if timed else nullcontext():
+            execute(engine, **arguments)
+
+    return run
+
+
 class StageEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed has no annotations
     """One stage. `train_batch` ends with reduced gradients, and `step` applies them.
 
@@ -108,10 +115,10 @@ class StageEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed has no anno
 
     Args:
         stage: the layers of this rank.
-        optimizer: over the stage's parameters; None for evaluation.
-        lr_scheduler: returned as the engine's scheduler; Lightning steps it.
+        optimizer: of the stage's parameters; None for evaluation.
+        lr_scheduler: becomes the engine's; Lightning steps it.
         config: DeepSpeed's configuration.
-        clock: measures forward and backward passes, on the stage's device.
+        clock: measures forward and backward passes.
 
     Attributes:
         set_mode: puts the LightningModule into training mode or out of it.
@@ -143,12 +150,12 @@ class StageEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed has no anno
 
     @override
     def train(self, mode: bool = True) -> None:
-        """Lightning asks the engine for it, and the stage leaves its layers alone."""
+        """Set the LightningModule's mode, as Lightning asks the engine for it. The stage leaves its layers alone."""
         self.set_mode(mode)
 
     @override
     def eval(self) -> None:
-        """Lightning asks the engine for it before an evaluation."""
+        """Put the LightningModule out of training mode, as Lightning asks the engine for it before an evaluation."""
         self.set_mode(False)
 
     @override
@@ -157,14 +164,10 @@ class StageEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed has no anno
         self._exec_optimizer_step()
 
     def evaluate(self, micro_batches: Iterator[Any], number: int) -> None:
-        """Run the forward passes of micro-batches of one shape.
+        """Run the forward passes of a number of micro-batches of one shape, given as to `train_batch`.
 
         DeepSpeed's `eval_batch` waits for all ranks in each call. It would wait for ever if the batches of two replicas
         differ in size, because one replica may need one more call.
-
-        Args:
-            micro_batches: what the stages read, as for `train_batch`.
-            number: number of micro-batches.
         """
         self.module.eval()
         self._compute_loss = True
@@ -176,41 +179,21 @@ class StageEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed has no anno
     def _hold_optimizer_step(self) -> None:
         """Do nothing yet: Lightning calls `on_before_optimizer_step` first, then `step`."""
 
-    def _timed_forward(self, buffer_id: int) -> None:
-        with self.profile("pipeline_forward"), self.clock.working():
-            self._exec_forward_pass(buffer_id)
-
-    def _timed_backward(self, buffer_id: int) -> None:
-        with self.profile("pipeline_backward"), self.clock.working():
-            self._exec_backward_pass(buffer_id)
-
-    def _timed_reduction(self) -> None:
-        with self.profile("pipeline_reduce"):
-            self._exec_reduce_grads()
-
-    def _timed_tied_reduction(self) -> None:
-        with self.profile("pipeline_reduce"):
-            self._exec_reduce_tied_grads()
-
     # DeepSpeed's map from the instructions of a schedule to the methods that carry them out.
     _INSTRUCTION_MAP = {  # noqa: RUF012 - as DeepSpeed declares it
         **PipelineEngine._INSTRUCTION_MAP,
-        schedule.ForwardPass: _timed_forward,
-        schedule.BackwardPass: _timed_backward,
-        schedule.ReduceGrads: _timed_reduction,
-        schedule.ReduceTiedGrads: _timed_tied_reduction,
+        schedule.ForwardPass: _profiled("pipeline_forward", PipelineEngine._exec_forward_pass, timed=True),
+        schedule.BackwardPass: _profiled("pipeline_backward", PipelineEngine._exec_backward_pass, timed=True),
+        schedule.ReduceGrads: _profiled("pipeline_reduce", PipelineEngine._exec_reduce_grads),
+        schedule.ReduceTiedGrads: _profiled("pipeline_reduce", PipelineEngine._exec_reduce_tied_grads),
         schedule.OptimizerStep: _hold_optimizer_step,
     }
 
 
 class PipelineRun:
-    """Runs each batch through the stages of a replica; all its ranks do so together.
+    """Runs each batch through the stages of a replica, a training batch in so many micro-batches.
 
-    Args:
-        engine: this rank's stage.
-        module: its steps run on the last stage.
-        chain: of the module.
-        micro_batches: number of pieces of a training batch.
+    All ranks of the replica do so together. The module's steps run on the last stage.
     """
 
     def __init__(self, engine: StageEngine, module: LightningModule, chain: Chain, micro_batches: int) -> None:
@@ -226,11 +209,11 @@ class PipelineRun:
         engine.module.loss_fn = LastStage(module, chain, self._logs, self._stages == 1)
 
     def train(self, batch: Any, arguments: tuple[Any, ...], measure: bool) -> Tensor:
-        """Run the forward and backward passes of a batch, and reduce the gradients.
+        """Run the forward and backward passes of a batch of this replica, and reduce the gradients.
 
         Args:
-            batch: batch of this replica.
-            arguments: arguments of `training_step` besides the batch.
+            batch: see `batch_size`.
+            arguments: of `training_step` besides the batch.
             measure: whether to log the times of the stages and the bubble.
 
         Returns:
@@ -254,12 +237,9 @@ class PipelineRun:
         return loss
 
     def evaluate(self, hook: str, batch: Any, arguments: tuple[Any, ...]) -> None:
-        """Run the forward passes of a batch of any size. The last micro-batch may be smaller.
+        """Run the forward passes of a batch of any size for `validation_step` or `test_step`.
 
-        Args:
-            hook: `validation_step` or `test_step`.
-            batch: batch of this replica.
-            arguments: arguments of the hook besides the batch.
+        The last micro-batch may be smaller.
         """
         size = -(-batch_size(batch) // self._micro_batches)
         pieces = self._cut(hook, batch, size, arguments)
@@ -280,18 +260,18 @@ class PipelineRun:
         return pieces
 
     def _prepare_buffers(self, pieces: Sequence[MicroBatch]) -> None:
-        """Make DeepSpeed send shapes anew if they change. All ranks of a replica see it in their own batch."""
+        """Make DeepSpeed send shapes anew if they change. All ranks of a replica see the change in their own batch."""
         if self._shapes != shapes(pieces):
             self._shapes = shapes(pieces)
             self._engine.reset_activation_shape()
 
     def _compare_targets(self, hook: str, batch: Any) -> None:
-        """Check that this stage and the last read the same targets: otherwise training goes on and learns nothing."""
+        """Check that this stage and the last one read the same targets. Otherwise the model would learn nothing."""
         self._compared.add(hook)
-        mine = fingerprint(self._chain.split(batch)[1])
-        last = [mine]
+        targets = fingerprint(self._chain.split(batch)[1])
+        last = [targets]
         dist.broadcast_object_list(last, src=self._last_rank, group=self._pipe_group)
-        if last[0] != mine:
+        if last[0] != targets:
             raise PipelineError(
                 f"Global rank {dist.get_rank()} and rank {self._last_rank}, two stages of one replica, read different "
                 "targets in their first batch. Use a DistributedSampler with trainer.distributed_sampler_kwargs, and "
@@ -301,8 +281,8 @@ class PipelineRun:
     def _log_times(self) -> None:
         device = self._engine.device
         times = torch.empty(self._stages, 2, device=device)
-        mine = torch.tensor(self._engine.clock.read(), device=device)
-        dist.all_gather(list(times.unbind()), mine, group=self._pipe_group)
+        of_stage = torch.tensor(self._engine.clock.read(), device=device)
+        dist.all_gather(list(times.unbind()), of_stage, group=self._pipe_group)
         figures = {f"pipeline/stage_{stage}_work_s": seconds for stage, seconds in enumerate(times[:, 0])}
         # The first stage begins first and ends last, so its schedule takes as long as the pipeline's.
         figures["pipeline/bubble"] = 1.0 - times[:, 0].mean() / times[0, 1]

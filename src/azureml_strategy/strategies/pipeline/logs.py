@@ -21,9 +21,9 @@ from azureml_strategy.strategies.pipeline.partition import PipelineError
 from azureml_strategy.strategies.pipeline.refusals import refuse_changes_in_step
 
 _ARGUMENTS = inspect.signature(LightningModule.log)
-# Reduce the values of micro-batches to that of the batch, as `reduce_fx` reduces those of batches to the epoch's.
+# These reduce the values of micro-batches to the batch's, as `reduce_fx` reduces those of batches to the epoch's.
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    # Without a weight the plain mean, which a NaN of 0 / 0 would replace in what is logged at each step.
+    # The plain mean if all weights are 0: a step would log NaN, of 0 / 0.
     "mean": lambda values, weights: torch.where(
         weights.any(), (values * weights).sum() / weights.sum().clamp(min=1e-9), values.mean()
     ),
@@ -43,8 +43,8 @@ class _Entry:
 class SharedLogs:
     """Records `self.log` calls during the micro-batches of a batch, and repeats them once per batch on all stages.
 
-    The last stage sends the names with the first batch, and they stay the same. So no later step waits to learn their
-    number.
+    The last stage sends the names with the first batch. They stay the same, so that no later step waits to learn how
+    many there are.
 
     Args:
         module: the module that logs.
@@ -62,7 +62,7 @@ class SharedLogs:
 
     @contextmanager
     def recording(self, samples: int) -> Iterator[None]:
-        """Record the `self.log` calls of a micro-batch with this number of samples instead of executing them."""
+        """Record the `self.log` calls of a micro-batch of this many samples instead of executing them."""
 
         def log(*args: Any, **kwargs: Any) -> None:
             self._record(samples, _ARGUMENTS.bind(self._module, *args, **kwargs).arguments)
@@ -74,12 +74,9 @@ class SharedLogs:
             del self._module.log
 
     def run(self, key: Any, outputs: Any, step: Callable[[], Tensor]) -> Tensor:
-        """Run the step of a micro-batch. An error of the first batch waits until all stages have run their parts.
+        """Run the step of a micro-batch, which returns the loss of the pipeline's outputs.
 
-        Args:
-            key: as for `repeat`.
-            outputs: of the pipeline.
-            step: returns the loss.
+        An error in the first batch, by `key` of `repeat`, is raised when all stages have run their parts.
         """
         if key in self._known:
             return step()
@@ -109,7 +106,7 @@ class SharedLogs:
         for (name, arguments), (value, weight) in zip(names, values, strict=True):
             given = dict(arguments)
             if "batch_size" in given:
-                # A tensor, as nothing is to wait for the GPU. A whole number, as Lightning's sum of weights is one.
+                # A tensor, so that nothing waits for the GPU. A whole number, as Lightning's sum of weights is one.
                 given["batch_size"] = weight.round().long()
             if given.get("sync_dist"):
                 given["sync_dist_group"] = self._data_group
@@ -125,13 +122,13 @@ class SharedLogs:
         entry.weights.append(self._number(samples if given_weight is None else given_weight))
 
     def _number(self, value: Any) -> Tensor:
-        """In float64, which counts tokens beyond 2^24."""
+        """Return a number in float64, which counts tokens beyond 2^24."""
         return torch.as_tensor(value, dtype=torch.float64, device=self._module.device).detach().squeeze()
 
-    def _agree_on_names(self, key: Any, mine: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    def _agree_on_names(self, key: Any, logged: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
         if key not in self._known:
             fault, self._fault = self._fault, None
-            sent = [(mine, None if fault is None else f"{type(fault).__name__}: {fault}")]
+            sent = [(logged, None if fault is None else f"{type(fault).__name__}: {fault}")]
             dist.broadcast_object_list(sent, src=self._source, group=self._pipe_group)
             self._known[key], words = sent[0]
             if fault is not None:
@@ -139,7 +136,7 @@ class SharedLogs:
             if words is not None:
                 raise PipelineError(f"{key[0]} failed on the last stage, in its first batch. {words}")
         known = self._known[key]
-        names, first = [name for name, _ in mine], [name for name, _ in known]
+        names, first = [name for name, _ in logged], [name for name, _ in known]
         if dist.get_rank() == self._source and names != first:
             raise PipelineError(
                 f"{key[0]} logged {', '.join(names) or 'nothing'}, but {', '.join(first) or 'nothing'} with its first "
@@ -186,16 +183,12 @@ def _refuse_unsupported_log(name: str, value: Any, arguments: dict[str, Any]) ->
 class LastStage:
     """Loss function of the last stage: DeepSpeed calls it with the outputs of each micro-batch.
 
-    Args:
-        module: its `training_step`, `validation_step` or `test_step` runs.
-        chain: gives the step the outputs of the pipeline.
-        logs: records what the step logs.
-        whole: whether this is the only stage, which has all parameters.
+    It runs a step of the module. `whole` says that this is the only stage, which has all parameters.
     """
 
     def __init__(self, module: LightningModule, chain: Chain, logs: SharedLogs, whole: bool) -> None:
         self._module, self._chain, self._logs, self._whole = module, chain, logs, whole
-        self._parameters = dict(module.named_parameters())  # listed once, as it takes time in each micro-batch
+        self._parameters = dict(module.named_parameters())  # to list them in each micro-batch would take time
 
     def __call__(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the loss of a micro-batch, or zero in an evaluation, where DeepSpeed needs no loss.

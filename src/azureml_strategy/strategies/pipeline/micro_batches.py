@@ -23,10 +23,10 @@ class MicroBatch:
 
     Attributes:
         batch: the samples, in the structure of the whole batch.
-        inputs: inputs of the first layer for these samples.
+        inputs: of the first layer for these samples.
         samples: number of samples.
         hook: name of the LightningModule's method that receives the outputs.
-        arguments: arguments of that method besides the batch.
+        arguments: of that method besides the batch.
     """
 
     batch: Any
@@ -84,7 +84,7 @@ def check_divides(samples: int, micro_batches: int, where: str) -> None:
 
 
 def shapes(micro_batches: Sequence[MicroBatch]) -> tuple[Any, ...]:
-    """Return everything that the buffers between the stages depend on."""
+    """Return all that the buffers between the stages depend on."""
     leaves, structure = tree_flatten(micro_batches[0].inputs)
     return torch.is_inference_mode_enabled(), str(structure), tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 

@@ -15,20 +15,13 @@ from torch import nn
 from azureml_strategy.lightning_internals import is_compiled
 from azureml_strategy.strategies.pipeline.partition import PipelineError
 
-# Hooks around one backward pass. Here the passes of the micro-batches overlap, so no moment is before all of them.
+# Hooks before one backward pass. Here the passes of the micro-batches overlap, so that no moment is before one of them.
 _NEVER_CALLED = ("on_before_zero_grad", "on_before_backward")
 _OF_MODULE = (*_NEVER_CALLED, "backward", "optimizer_zero_grad", "configure_gradient_clipping")
 
 
 def refuse_unsupported(trainer: Trainer, module: LightningModule, precision: str, sync_batchnorm: bool) -> None:
-    """Refuse what the pipeline cannot do.
-
-    Args:
-        trainer: the Trainer, which is about to run.
-        module: the module that it runs.
-        precision: as in `Trainer(precision=...)`.
-        sync_batchnorm: as in `Trainer(sync_batchnorm=...)`.
-    """
+    """Refuse what the pipeline cannot do. Precision and sync_batchnorm are the Trainer's arguments."""
     _refuse_run(trainer, precision, sync_batchnorm)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _refuse_callback(callback)
@@ -38,11 +31,8 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule, precision: str
 def refuse_stages_of_copies(stages: Sequence[int], precision: str) -> None:
     """Refuse a stage that has nothing to train but its copy of a tied parameter, on all ranks.
 
-    DeepSpeed counts such a copy on its first stage, so that its bfloat16 optimizer has no gradient to take a norm of.
-
-    Args:
-        stages: those that have nothing else.
-        precision: as in `Trainer(precision=...)`.
+    DeepSpeed counts a tied parameter on its first stage only. Its bfloat16 optimizer would have no gradient on the
+    other stage to take a norm of.
     """
     if stages and precision.startswith("bf16"):
         raise PipelineError(
@@ -53,11 +43,7 @@ def refuse_stages_of_copies(stages: Sequence[int], precision: str) -> None:
 
 
 def refuse_changes(changes: Sequence[str]) -> None:
-    """Refuse to go on after parameters were frozen or unfrozen, on all ranks.
-
-    Args:
-        changes: of all ranks, in words; none where a stage trains as it began.
-    """
+    """Refuse to go on after parameters were frozen or unfrozen on a rank; `changes` says which, for each such rank."""
     if changes:
         raise PipelineError(
             f"{changes[0]} In a pipeline, only precision='32-true' with zero_stage=0 has an optimizer that follows "
@@ -66,12 +52,7 @@ def refuse_changes(changes: Sequence[str]) -> None:
 
 
 def refuse_changes_in_step(module: nn.Module, changed: Sequence[str]) -> None:
-    """Refuse a step that froze or unfroze parameters, as the layers have run before it.
-
-    Args:
-        module: whose training_step has run.
-        changed: names of those parameters.
-    """
+    """Refuse a training_step that froze or unfroze the parameters of these names, as the layers have run before it."""
     if changed:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise PipelineError(
@@ -82,11 +63,7 @@ def refuse_changes_in_step(module: nn.Module, changed: Sequence[str]) -> None:
 
 
 def refuse_optimizers_of_stages(faults: Sequence[str]) -> None:
-    """Refuse to train where a stage has no optimizer, on all ranks.
-
-    Args:
-        faults: the errors of all ranks' configure_optimizers, in words.
-    """
+    """Refuse to train where a stage has no optimizer; `faults` are the errors of all ranks' configure_optimizers."""
     if faults:
         raise PipelineError(
             f"configure_optimizers failed on a stage of the pipeline: {faults[0].rstrip('.')}. On each stage it sees "

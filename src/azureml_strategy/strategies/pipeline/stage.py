@@ -32,24 +32,13 @@ class StageLayer:
     tied_parameter: str
 
 
-class _Spec(LayerSpec):  # type: ignore[misc] # DeepSpeed has no annotations
-    def __init__(self, layer: StageLayer) -> None:
-        super().__init__(nn.Module)
-        self._layer = layer
-
-    @override
-    def build(self, log: bool = False) -> nn.Module:
-        return self._layer.build()
-
-
-class _TiedSpec(TiedLayerSpec):  # type: ignore[misc] # DeepSpeed has no annotations
-    def __init__(self, key: str, layer: StageLayer) -> None:
-        super().__init__(key, nn.Module, tied_weight_attr=layer.tied_parameter)
-        self._layer = layer
-
-    @override
-    def build(self, log: bool = False) -> nn.Module:
-        return self._layer.build()
+def _spec(layer: StageLayer) -> LayerSpec:
+    """Return DeepSpeed's description of a layer, which makes it by the layer's own `build`."""
+    spec = LayerSpec(nn.Module)
+    if layer.tied is not None:
+        spec = TiedLayerSpec(layer.tied, nn.Module, tied_weight_attr=layer.tied_parameter)
+    spec.build = lambda log=False: layer.build()
+    return spec
 
 
 class StageModule(PipelineModule):  # type: ignore[misc] # DeepSpeed has no annotations
@@ -61,24 +50,22 @@ class StageModule(PipelineModule):  # type: ignore[misc] # DeepSpeed has no anno
     Args:
         layers: the whole chain.
         bounds: where it is cut, `num_stages + 1` numbers.
-        checkpointed_layers: number of layers between two kept activations; the backward pass recomputes the others. 0
-            keeps all.
+        checkpointed_layers: keep the activations at every n-th layer, and recompute the others; 0 keeps all.
     """
 
     def __init__(self, layers: Sequence[StageLayer], bounds: Sequence[int], checkpointed_layers: int) -> None:
         self._bounds = list(bounds)
         self._alone: list[nn.Module] = []
-        specs = [_Spec(layer) if layer.tied is None else _TiedSpec(layer.tied, layer) for layer in layers]
         with redirect_stdout(io.StringIO()):  # rank 0 would print every layer
             super().__init__(
-                specs,
+                list(map(_spec, layers)),
                 num_stages=len(bounds) - 1,
                 activation_checkpoint_interval=checkpointed_layers,
             )
         self.activation_checkpoint_func = checkpointed(self)
-        # Mark which parameters count towards the gradient norm: each once, tied ones on their first stage. By default,
-        # DeepSpeed counts all parameters of a tied layer only on its first stage. In float32, it also leaves out all
-        # parameters of later stages that have no `model_parallel` mark.
+        # Mark the parameters that count towards the gradient norm: each once, tied ones on their first stage. By
+        # default, DeepSpeed counts all parameters of a tied layer on its first stage only. In float32, it also leaves
+        # out all parameters of later stages that have no `model_parallel` mark.
         tied_before = [comm for comm in self.tied_comms.values() if self.global_rank != min(comm["ranks"])]
         copies = {id(comm["module"].get_parameter(name)) for comm in tied_before for name in comm["weight_attr"]}
         for parameter in self.parameters():
@@ -101,8 +88,8 @@ class StageModule(PipelineModule):  # type: ignore[misc] # DeepSpeed has no anno
 
     @override
     def train(self, mode: bool = True) -> Self:
-        # Before each batch, by the engine. Lightning sets the layers that the LightningModule holds, and keeps frozen
-        # ones in evaluation mode.
+        # The engine calls this before each batch. Lightning sets the layers that the LightningModule holds, and keeps
+        # frozen ones in evaluation mode.
         self.training = mode
         for layer in self._alone:
             layer.train(mode)
@@ -120,9 +107,9 @@ class StageModule(PipelineModule):  # type: ignore[misc] # DeepSpeed has no anno
 
 
 def _taking_gradients(output: torch.Tensor) -> torch.Tensor:
-    """Return a float output so that it takes the gradient that the next stage sends, even if nothing is behind it.
+    """Return a float output that takes the gradient that the next stage sends, even if it depends on no parameter.
 
-    Nothing is behind it where all parameters are frozen for now, or where a layer passes on what it was given.
+    It depends on none where all parameters are frozen for now, or where a layer passes on what it was given.
     """
     if output.requires_grad or not output.is_floating_point():
         return output

@@ -20,11 +20,12 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -41,7 +42,7 @@ from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.mixed_precision import MIXED, float32_buffers
 from azureml_strategy.strategies.pipeline.checkpoint import PipelineLayout
 from azureml_strategy.strategies.pipeline.cutting import Cut, find_chain
-from azureml_strategy.strategies.pipeline.engine import StageClock
+from azureml_strategy.strategies.pipeline.engine import PipelineRun, StageClock, StageEngine
 from azureml_strategy.strategies.pipeline.micro_batches import check_loader
 from azureml_strategy.strategies.pipeline.partition import PipelineError, PipelineReady, check_method
 from azureml_strategy.strategies.pipeline.refusals import (
@@ -50,13 +51,13 @@ from azureml_strategy.strategies.pipeline.refusals import (
     refuse_stages_of_copies,
     refuse_unsupported,
 )
+from azureml_strategy.strategies.pipeline.stage import StageModule
 from azureml_strategy.strategies.true_precision import builds_tables
 from azureml_strategy.strategies.zero.checkpoint import StagedDeepSpeedStrategy
 from azureml_strategy.strategies.zero.config import ignored_beside_config, require_deepspeed
+from azureml_strategy.strategies.zero.gradients import with_buffered_gradients
 from azureml_strategy.strategies.zero.refusals import StartingParameters
-
-if TYPE_CHECKING:
-    from azureml_strategy.strategies.pipeline.engine import PipelineRun
+from azureml_strategy.strategies.zero.watched_engine import EditedWeights
 
 
 class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
@@ -96,6 +97,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     _cut: Cut | None = None
     _checked_epoch: int | None = None
     _run: PipelineRun | None = None
+    _starting: StartingParameters | None = None
 
     def __init__(
         self,
@@ -137,6 +139,10 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
             },
             **kwargs,
         )
+
+    @override
+    def adapt_precision(self, plugin: Precision) -> Precision:
+        return with_buffered_gradients(plugin)
 
     @property
     @override
@@ -216,8 +222,6 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
-        from azureml_strategy.strategies.pipeline.stage import StageModule
-
         assert isinstance(model, LightningModule)
         refuse_lost_values(model)
         self._chain = find_chain(model, self.activation_checkpointing > 0)
@@ -241,8 +245,6 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Any]:
-        from azureml_strategy.strategies.pipeline.engine import PipelineRun, StageEngine
-
         assert isinstance(model, LightningModule)
         assert isinstance(self.config, dict)
         config = self.config if optimizer is not None else {**self.config, "zero_optimization": {"stage": 0}}
@@ -251,7 +253,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         engine = StageEngine(self._stage, optimizer, lr_scheduler, config, clock)
         engine.set_mode = model.train
         if optimizer is not None:
-            self.watch_edits(engine)
+            self._edited = EditedWeights(engine)
         self._run = PipelineRun(engine, model, self._chain, self.micro_batches)
         self.mix_precision(self._stage, self._autocasts)
         dtype = MIXED.get(self.precision_plugin.precision)
@@ -334,7 +336,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         super().teardown()
 
     def _check_changes(self) -> None:
-        """Refuse what the stages can no longer train: together in the first step of an epoch, alone in others."""
+        """Refuse what the stages can no longer train: on all ranks in the first step of an epoch, alone in others."""
         assert self._cut is not None
         assert self.lightning_module is not None
         assert self._starting is not None

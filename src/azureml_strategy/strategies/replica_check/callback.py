@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.cluster.environ import REPLICA_CHECK_SWITCH
-from azureml_strategy.cluster.isolation import IsolatedCallback, isolated, not_isolated
-from azureml_strategy.control.channel import Channel, lease_channel
+from azureml_strategy.cluster.isolation import isolated, not_isolated
+from azureml_strategy.strategies.replica_check.data_check import ComparingCallback
 from azureml_strategy.strategies.replica_check.fingerprints import (
     BUFFER,
     OPTIMIZER,
@@ -36,12 +33,11 @@ from azureml_strategy.strategies.replica_check.updates import UpdateWatch
 
 log = logging.getLogger(__name__)
 
-
 # Stands for the value of a buffer that the training has just changed, and the strategy makes equal before it is used.
 _CHANGING = "changing"
 # With more names, neighbours are reported as one, so that the report of each rank stays small.
 _MOST_NAMES = 512
-# holders: values by kind and name
+# What a rank has: for each set of ranks that must agree, the values by kind and name.
 Report = dict[str, dict[str, str]]
 _NAMES_SHOWN, _RANKS_SHOWN = 5, 8
 # kind: (what differs, why it is likely and what to do)
@@ -70,51 +66,47 @@ _CAUSES = {
     ),
 }
 
-# After these steps, and then each so many. Local SGD has averaged after the later ones by default. A look takes two or
-# three milliseconds: see benchmarks/replica_check.py.
+# The ranks look after these steps, and then at each multiple of the last number. Local SGD has averaged after the later
+# ones by default. A look takes two or three milliseconds: see benchmarks/replica_check.py.
 _FIRST, _EVERY = (2, 128), 1024
-# The Trainer's steps are read after so many batches at the latest: reading them takes longer than all else in most of
-# the batches.
+# At most this many batches lie between two readings of the Trainer's step count. To read it takes longer than all else
+# in most of the batches.
 _PACE = 16
-# A save is preceded by a look, unless the last one is not so many steps ago.
+# The ranks look before a save if the last look is at least this many steps ago.
 _BEFORE_SAVE = 128
-# So many different ranks are asked for names at most.
+# At most this many groups of equal ranks are asked for the names of what differs.
 _MOST_GROUPS = 8
-# Where each rank sees other parameters, so many ranks may warn of those that do not train.
+# Where each rank sees other parameters, at most this many ranks warn of those that do not train.
 _MOST_WARNING_RANKS = 4
-_ANSWER_SECONDS = 10.0
 # How long rank 0 waits at the end for ranks that come a moment later.
 _LAST_SECONDS, _PAUSE_SECONDS = 5.0, 0.005
-# A process may fit several times. All ranks count alike.
-_fits = itertools.count()
 
 
 class Look:
     """What this rank has at one moment.
 
     Args:
-        name: the same on all ranks that look at this moment, and of no other look.
-        copies: what it has.
+        name: the same on all ranks that look at this moment. No other look has it.
+        copies: what this rank has.
         turn: see `Fingerprints`.
         batches: how many have been trained on.
+
+    Attributes:
+        prints: the hashes of the tensors.
     """
 
     def __init__(self, name: str, copies: Sequence[Copy], turn: int, batches: int) -> None:
         self.name, self.batches, self._copies = name, batches, copies
-        self._prints = Fingerprints([each.value for each in copies if isinstance(each.value, Tensor)], turn)
-
-    def is_ready(self) -> bool:
-        """Whether its values can be read without waiting."""
-        return self._prints.are_ready()
+        self.prints = Fingerprints([each.value for each in copies if isinstance(each.value, Tensor)], turn)
 
     def report(self, before: Report | None, changing: bool) -> tuple[Report, Report]:
-        """Return all values; and what is reported of them, see `_CHANGING`.
+        """Return all values, and what is reported of them, see `_CHANGING`.
 
         Args:
-            before: all values of a look before further training; None at the first.
+            before: all values of an earlier look, after which the training has gone on; None at the first.
             changing: whether buffers may differ after a step that changes them.
         """
-        prints = iter(self._prints.values())
+        prints = iter(self.prints.values())
         values: Report = {}
         reported: Report = {}
         for each in self._copies:
@@ -127,28 +119,8 @@ class Look:
         return values, {holders: _folded(of_holders) for holders, of_holders in reported.items()}
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Ranks that must have a value alike, and have not.
-
-    Attributes:
-        kind: of the value.
-        names: of the values that differ.
-        ranks: groups of ranks; those of a group have reported the same.
-    """
-
-    kind: str
-    names: list[str]
-    ranks: list[list[int]]
-
-
-def digests(report: Report) -> str:
-    """Return one hash for each of the holders, which rank 0 compares first."""
-    return json.dumps({holders: _digest(values) for holders, values in report.items()})
-
-
 def apart(digests_of: Mapping[int, str]) -> dict[str, list[list[int]]]:
-    """Find holders whose ranks have reported different digests, and the ranks that have reported the same."""
+    """Find sets of ranks that must agree and do not, each in groups of those that have reported the same hash."""
     groups: dict[str, dict[str, list[int]]] = {}
     for rank, text in sorted(digests_of.items()):
         for holders, digest in json.loads(text).items():
@@ -156,12 +128,14 @@ def apart(digests_of: Mapping[int, str]) -> dict[str, list[list[int]]]:
     return {holders: list(each.values()) for holders, each in groups.items() if len(each) > 1}
 
 
-def differences(groups: Sequence[list[int]], reports: Mapping[int, Mapping[str, str]]) -> list[Difference]:
-    """Name what differs among ranks with the same holders.
+def differences(
+    groups: Sequence[list[int]], reports: Mapping[int, Mapping[str, str]]
+) -> dict[tuple[str, tuple[tuple[int, ...], ...]], list[str]]:
+    """Name the values that differ among ranks that must agree, by their kind and the groups of ranks with the same.
 
     Args:
         groups: ranks that have reported the same.
-        reports: what the first rank of each group has reported, by kind and name; some groups may be missing.
+        reports: what the first rank of each group has reported, by kind and name; those of some groups may be missing.
     """
     found: dict[tuple[str, tuple[tuple[int, ...], ...]], list[str]] = {}
     known = [group for group in groups if group[0] in reports]
@@ -175,7 +149,7 @@ def differences(groups: Sequence[list[int]], reports: Mapping[int, Mapping[str, 
             kind, _, name = key.partition(" ")
             ranks = tuple(tuple(sorted(each)) for each in by_value.values())
             found.setdefault((kind, ranks), []).append(name)
-    return [Difference(kind, names, [list(each) for each in ranks]) for (kind, ranks), names in found.items()]
+    return found
 
 
 def _digest(values: Mapping[str, str]) -> str:
@@ -195,61 +169,56 @@ def _folded(values: Mapping[str, str]) -> dict[str, str]:
         for chunk in (keys[start : start + size] for start in range(0, len(keys), size)):
             name = chunk[0] if len(chunk) == 1 else f"{chunk[0]} to {chunk[-1].partition(' ')[2]}"
             joined = {str(i): values[key] for i, key in enumerate(chunk)}
-            # What changes on one rank may rest on another, so that nothing can be said of the others beside it.
+            # A buffer that changes on this rank may rest on another. Then the hashes of the chunk cannot be compared.
             folded[name] = _CHANGING if _CHANGING in joined.values() else _digest(joined)
     return folded
 
 
-def sentence(difference: Difference, step: int) -> str:
-    """Return a warning of which ranks differ in what, why that is likely, and what to do.
+def sentence(kind: str, ranks: Sequence[Sequence[int]], names: Sequence[str], step: int) -> str:
+    """Return a warning of which ranks differ in what, what the likely reason is, and what to do.
 
     Args:
-        difference: what was found.
-        step: of the optimizer, after which it was found at the latest.
+        kind: of the values.
+        ranks: groups with the same values.
+        names: of the values.
+        step: the optimizer's, by which the difference was there.
     """
-    what, why = _CAUSES[difference.kind]
-    first, *others = difference.ranks
+    what, why = _CAUSES[kind]
+    first, *others = ranks
     these = "; ".join(f"rank {_ranks(each)}" for each in others)
-    names = ", ".join(difference.names[:_NAMES_SHOWN])
-    more = f" and {len(difference.names) - _NAMES_SHOWN:,} more" if len(difference.names) > _NAMES_SHOWN else ""
+    more = f" and {len(names) - _NAMES_SHOWN:,} more" if len(names) > _NAMES_SHOWN else ""
     return (
-        f"Ranks must have the same {what}, but on {these} these are others than on rank {_ranks(first)}, "
-        f"as seen at step {step}: "
-        f"{names}{more}. {why}"
+        f"Ranks must have the same {what}, but on {these} these are others than on rank {_ranks(first)}, as seen at "
+        f"step {step}: {', '.join(names[:_NAMES_SHOWN])}{more}. {why}"
     )
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:_RANKS_SHOWN])) + (" and others" if len(ranks) > _RANKS_SHOWN else "")
 
 
-class ReplicaCheck(IsolatedCallback):
+class ReplicaCheck(ComparingCallback):
     """Warns if ranks that must have the same parameters, buffers, learning rates or counters have not.
 
     It looks before the first step, after 2 and 128, at each 1,024, after the first epoch, before a save and at the
     end. A batch of more than two steps, by manual optimization, may put a look off by some batches. Each rank hashes
-    some elements of its tensors where they lie, and leaves the hashes in the rendezvous store when the device has come
-    so far. Rank 0 compares those that are there, and waits for no other rank but at the end of training. Nothing is
-    added to the collectives of the training.
+    some elements of its tensors on their device. When the device has computed the hashes, the rank leaves them in the
+    rendezvous store. Rank 0 compares those that are there. It waits for other ranks at the end of training only.
+    Nothing is added to the collectives of the training.
 
-    Which ranks must agree, the strategy says (`SharesCopies`). Random states are not compared: ranks draw different
+    The strategy says which ranks must agree (`SharesCopies`). Random states are not compared: ranks draw different
     numbers on purpose.
 
     After the first steps it warns of parameters that have a gradient and an optimizer and have not changed, see
-    `UpdateWatch`. Under DeepSpeed each rank sees those of its stage or its slices, and the first few that find some
-    say so.
+    `UpdateWatch`. Under DeepSpeed each rank sees those of its stage or its slices, and the first few ranks that find
+    some warn.
     """
 
     switch = REPLICA_CHECK_SWITCH
 
-    def __init__(self) -> None:
-        self._give_back: Callable[[], None] = _nothing_to_give
-        self._watch: UpdateWatch | None = None
-        self._channel: Channel | None = None
-        self._name = ""
-        self._reset()
-
+    @override
     def _reset(self) -> None:
+        self._watch: UpdateWatch | None = None
         self._batches = self._last_batch = 0
         self._next_visit = self._next_reading = self._next_comparison = 0  # counted in batches
         self._first_step = self._last_step = -1
@@ -263,14 +232,11 @@ class ReplicaCheck(IsolatedCallback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._release()
-        # torchrun's store outlives the processes that it restarts
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._name = f"azureml_strategy/replica_check/{attempt}/{next(_fits)}"
-        self._watch = UpdateWatch.of(trainer)
-        lease = lease_channel(trainer.world_size) if trainer.world_size > 1 else None
-        if lease is not None:
-            self._channel, self._give_back = lease
+        self._begin("replica_check")
+        flat = isinstance(trainer.strategy, FSDPStrategy)  # FSDP1, whose parameters have no gradients of their own
+        self._watch = None if flat else UpdateWatch(trainer)
+        if trainer.world_size > 1:
+            self._lease(trainer)
 
     @override
     @not_isolated
@@ -305,26 +271,12 @@ class ReplicaCheck(IsolatedCallback):
             self._notice_step(trainer, self._watch, at_end=True)
         self._look(trainer, "end")
         if self._channel is not None:
-            self._send_reports(trainer, self._channel, wait=True)
+            self._send_reports(trainer, wait=True)
             until = time.monotonic() + _LAST_SECONDS
             while self._uncompared and time.monotonic() < until:
-                self._compare(trainer, self._channel)
+                self._compare(trainer)
                 time.sleep(_PAUSE_SECONDS if self._uncompared else 0)
         self._release()
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._release()
-
-    @override
-    def _give_up(self, trainer: Trainer | None) -> None:
-        self._release()
-
-    def _release(self) -> None:
-        give_back, self._give_back = self._give_back, _nothing_to_give
-        self._watch = self._channel = None
-        self._reset()
-        give_back()
 
     @isolated
     def _observe(self, watch: UpdateWatch, optimizer: Optimizer) -> None:
@@ -333,15 +285,15 @@ class ReplicaCheck(IsolatedCallback):
 
     @isolated
     def _visit(self, trainer: Trainer) -> None:
-        """Do what is due before a batch, and see before which one to come again."""
+        """Do what is due before a batch, and decide before which batch to come again."""
         if self._watch is not None and self._watch.has_news:
             self._notice_step(trainer, self._watch)
         if self._batches >= self._next_reading and self._is_due(trainer.global_step):
             self._look(trainer, "step")
         if self._channel is not None:
-            self._send_reports(trainer, self._channel, wait=False)
+            self._send_reports(trainer, wait=False)
             if self._uncompared and self._batches >= self._next_comparison:  # other ranks may be a step behind
-                self._compare(trainer, self._channel)
+                self._compare(trainer)
                 self._next_comparison = 2 * self._batches - self._last_batch
         visits = [self._next_reading]
         if self._uncompared:
@@ -353,10 +305,10 @@ class ReplicaCheck(IsolatedCallback):
     def _notice_step(self, trainer: Trainer, watch: UpdateWatch, at_end: bool = False) -> None:
         watch.after_batch()
         sentences = watch.verdict(at_end)
-        channel, rank = self._channel, trainer.global_rank
-        if not sentences or channel is None or not isinstance(trainer.strategy, DeepSpeedStrategy):
+        rank = trainer.global_rank
+        if not sentences or self._channel is None or not isinstance(trainer.strategy, DeepSpeedStrategy):
             self._warn(trainer, sentences)
-        elif channel.call(partial(_claim, name=f"{self._name}/speakers", rank=rank), _ANSWER_SECONDS):
+        elif self._ask(partial(_claim, name=f"{self._name}/speakers", rank=rank)):
             for each in sentences:
                 log.warning("%s So says rank %d of what it keeps. If it is meant, set %s=off.", each, rank, self.switch)
 
@@ -366,14 +318,14 @@ class ReplicaCheck(IsolatedCallback):
                 log.warning("%s If it is meant, set %s=off.", each, self.switch)
 
     def _is_due(self, step: int) -> bool:
-        """Whether the ranks look after this step. They need not have begun at 0, but all of them count alike."""
+        """Whether the ranks look after this step. A training need not begin at step 0, but all ranks count alike."""
         if self._first_step < 0:
             self._first_step = self._due = step
         is_due = step >= self._due
         if is_due:
             first = [self._first_step + each for each in _FIRST if self._first_step + each > step]
             self._due = min([*first, (step // _EVERY + 1) * _EVERY])
-        # Half the way, in case a batch has two steps. What only this rank knows must not decide here.
+        # Read again after half the way, in case a batch has two steps. All ranks must decide alike here.
         self._next_reading = self._batches + min(max((self._due - step) // 2, 1), _PACE)
         return is_due and step != self._last_step
 
@@ -384,48 +336,45 @@ class ReplicaCheck(IsolatedCallback):
         name = f"{self._name}/{why}/{step}"
         self._last_step, self._last_batch = step, self._batches
         self._next_visit, self._next_comparison = 0, self._batches + 1
-        # Pairs of looks read the same elements, so that a buffer can be seen to stay as it is.
+        # Two looks after each other read the same elements, so that they show whether a buffer has changed.
         self._unreported.append(Look(name, copies_of(trainer), step // (2 * _EVERY), self._batches))
 
-    def _send_reports(self, trainer: Trainer, channel: Channel, wait: bool) -> None:
-        """Leave in the store what the device has finished."""
-        while self._unreported and (wait or self._unreported[0].is_ready()):
+    def _send_reports(self, trainer: Trainer, wait: bool) -> None:
+        """Leave the looks in the store whose hashes the device has computed."""
+        while self._unreported and (wait or self._unreported[0].prints.are_ready()):
             look = self._unreported.pop(0)
             before = [values for batches, values in self._last_values if batches < look.batches]
             values, report = look.report(before[-1] if before else None, equalizes_buffers(trainer.strategy))
             self._last_values = [*self._last_values[-1:], (look.batches, values)]
-            own = f"{look.name}/{trainer.global_rank}"
-            self._reported.append(own)
+            key = f"{look.name}/{trainer.global_rank}"
+            self._reported.append(key)
             old = self._reported.pop(0) if len(self._reported) > 4 else None
-            channel.call(partial(_send, key=own, report=report, old=old), _ANSWER_SECONDS)
+            self._ask(partial(_send, key=key, report=report, old=old))
             if trainer.is_global_zero:
                 self._uncompared = [*self._uncompared[-3:], look.name]
 
-    def _compare(self, trainer: Trainer, channel: Channel) -> None:
-        """Compare the looks that all ranks have reported; on rank 0."""
+    def _compare(self, trainer: Trainer) -> None:
+        """Compare the looks that all ranks have reported. Only rank 0 has any to compare."""
         for name in list(self._uncompared):
             keys = [f"{name}/{rank}" for rank in range(trainer.world_size)]
-            found = channel.call(partial(_all_or_none, keys=keys), _ANSWER_SECONDS)
+            found = self._ask(partial(_all_or_none, keys=keys))
             if found is None:
                 continue
             self._uncompared.remove(name)
             for holders, groups in apart(dict(enumerate(found))).items():
                 asked = [group[0] for group in groups[:_MOST_GROUPS]]
                 of_asked = [f"{name}/{rank}/all" for rank in asked]
-                texts = channel.call(partial(_all_or_none, keys=of_asked), _ANSWER_SECONDS)
+                texts = self._ask(partial(_all_or_none, keys=of_asked))
                 reports = {rank: json.loads(text)[holders] for rank, text in zip(asked, texts or [], strict=False)}
-                self._warn_of_differences(trainer, differences(groups, reports))
-
-    def _warn_of_differences(self, trainer: Trainer, found: list[Difference]) -> None:
-        for each in found:
-            if each.kind not in self._warned_of:
-                self._warned_of.add(each.kind)
-                self._warn(trainer, [sentence(each, self._last_step)])
+                for (kind, ranks), names in differences(groups, reports).items():
+                    if kind not in self._warned_of:
+                        self._warned_of.add(kind)
+                        self._warn(trainer, [sentence(kind, ranks, names, self._last_step)])
 
 
 def _send(store: Any, key: str, report: Report, old: str | None) -> None:
     store.set(f"{key}/all", json.dumps(report))
-    store.set(key, digests(report))
+    store.set(key, json.dumps({holders: _digest(values) for holders, values in report.items()}))
     if old is not None:
         store.delete_key(old)
         store.delete_key(f"{old}/all")
@@ -436,10 +385,7 @@ def _all_or_none(store: Any, keys: list[str]) -> list[str] | None:
 
 
 def _claim(store: Any, name: str, rank: int) -> bool:
-    """Whether this rank is among the first that ask. Asking again changes nothing."""
-    own = str(rank).encode()
-    return any(store.compare_set(f"{name}/{place}", "", str(rank)) == own for place in range(_MOST_WARNING_RANKS))
-
-
-def _nothing_to_give() -> None:
-    """Stands for giving back a channel that was not leased."""
+    """Whether this rank is among the first that ask. To ask again changes nothing."""
+    value = str(rank)
+    keys = (f"{name}/{place}" for place in range(_MOST_WARNING_RANKS))
+    return any(store.compare_set(key, "", value) == value.encode() for key in keys)

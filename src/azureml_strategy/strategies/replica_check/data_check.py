@@ -9,8 +9,9 @@ import itertools
 import json
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -24,21 +25,65 @@ from azureml_strategy.cluster.isolation import IsolatedCallback
 from azureml_strategy.control.channel import Channel, lease_channel
 
 log = logging.getLogger(__name__)
-
+T = TypeVar("T")
 
 # A single batch may be equal by chance or on purpose: tiny data that wraps around, or a batch that is used repeatedly.
 _BATCHES = 2
-# About so many elements, spread over a tensor or array, are hashed: enough to distinguish batches, and little to copy
+# About this many elements, spread over a tensor or array, are hashed: enough to distinguish batches, and little to copy
 # from a GPU.
 _MOST_ELEMENTS = 4096
 # A batch may be any nest of containers. What lies deeper, or comes after so many leaves, does not count.
 _DEEPEST, _MOST_LEAVES = 6, 256
 _ANSWER_SECONDS = 10.0
-# A process may fit several times. All ranks count alike.
-_fits = itertools.count()
+# How many fits this process has begun, by check. All ranks count alike.
+_fits: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
-class DataCheck(IsolatedCallback):
+class ComparingCallback(IsolatedCallback):
+    """Base of the checks in which ranks leave reports in the rendezvous store, and rank 0 compares them."""
+
+    def __init__(self) -> None:
+        self._channel: Channel | None = None
+        self._give_back: Callable[[], None] | None = None
+        self._name = ""  # the keys of this fit begin with it
+        self._reset()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._release()
+
+    @override
+    def _give_up(self, trainer: Trainer | None) -> None:
+        self._release()
+
+    def _begin(self, check: str) -> None:
+        self._release()
+        # torchrun's store outlives the processes that it restarts
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._name = f"azureml_strategy/{check}/{attempt}/{next(_fits[check])}"
+
+    def _lease(self, trainer: Trainer) -> None:
+        """Lease the channel to the store, until `_release`. There may be none."""
+        lease = lease_channel(trainer.world_size)
+        if lease is not None:
+            self._channel, self._give_back = lease
+
+    def _ask(self, action: Callable[[Any], T]) -> T:
+        """Make a call on the store."""
+        assert self._channel is not None
+        return self._channel.call(action, _ANSWER_SECONDS)
+
+    def _release(self) -> None:
+        give_back, self._give_back, self._channel = self._give_back, None, None
+        self._reset()
+        if give_back is not None:
+            give_back()
+
+    def _reset(self) -> None:
+        """Forget what belongs to one fit."""
+
+
+class DataCheck(ComparingCallback):
     """Warns once per fit if ranks train on the same samples, as with an IterableDataset that nothing has split.
 
     Lightning gives a map-style data set a DistributedSampler, but an iterable one nothing: each rank reads all of it,
@@ -54,23 +99,17 @@ class DataCheck(IsolatedCallback):
 
     switch = DATA_CHECK_SWITCH
 
-    def __init__(self) -> None:
-        self._channel: Channel | None = None
-        self._give_back: Callable[[], None] = _no_op
-        self._name = ""
-        self._batches: list[_Batch] | None = None
-        self._looks = 0
+    @override
+    def _reset(self) -> None:
+        self._batches: list[_Batch] | None = None  # None if they are not compared, or published already
+        self._batches_since = 0  # the hashes were published
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        replicas = _replica(trainer)[1]
-        self._release()
-        # torchrun's store outlives the processes that it restarts
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._name, self._looks = f"azureml_strategy/data_check/{attempt}/{next(_fits)}", 0
-        self._batches = (
-            [] if replicas > 1 and not getattr(trainer, "overfit_batches", 0) and not _is_split(trainer) else None
-        )
+        _, replicas = _replica(trainer)
+        self._begin("data_check")
+        if replicas > 1 and not getattr(trainer, "overfit_batches", 0) and not _is_split(trainer):
+            self._batches = []
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -80,46 +119,30 @@ class DataCheck(IsolatedCallback):
                 self._publish(trainer, _digests(self._batches))
                 self._batches = None
         elif self._channel is not None:
-            self._looks += 1
-            if self._looks & (self._looks - 1) == 0:  # at powers of two: other ranks may be a step behind, or an hour
-                self._compare(trainer, self._channel, at_end=False)
+            self._batches_since += 1
+            # At powers of two: other ranks may be a step behind, or an hour.
+            if self._batches_since & (self._batches_since - 1) == 0:
+                self._compare(trainer, at_end=False)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._channel is not None:
-            self._compare(trainer, self._channel, at_end=True)
+            self._compare(trainer, at_end=True)
         self._release()
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._release()
-
-    @override
-    def _give_up(self, trainer: Trainer | None) -> None:
-        self._release()
-
-    def _release(self) -> None:
-        give_back, self._give_back = self._give_back, _no_op
-        self._batches = self._channel = None
-        give_back()
 
     def _publish(self, trainer: Trainer, digests: list[str]) -> None:
         """Write the hashes into the store for rank 0."""
-        lease = lease_channel(trainer.world_size)
-        if lease is None:
+        self._lease(trainer)
+        if self._channel is None:
             return
-        self._channel, self._give_back = lease
         text = json.dumps({"replica": _replica(trainer)[0], "batches": digests})
-        self._channel.call(lambda store: store.set(f"{self._name}/{trainer.global_rank}", text), _ANSWER_SECONDS)
+        self._ask(lambda store: store.set(f"{self._name}/{trainer.global_rank}", text))
         if trainer.global_rank > 0:
             self._release()
 
-    def _compare(self, trainer: Trainer, channel: Channel, at_end: bool) -> None:
+    def _compare(self, trainer: Trainer, at_end: bool) -> None:
         keys = [f"{self._name}/{rank}" for rank in range(trainer.world_size)]
-        found = channel.call(
-            lambda store: {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])},
-            _ANSWER_SECONDS,
-        )
+        found = self._ask(lambda store: {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])})
         if len(found) < trainer.world_size and not at_end:
             return
         published = {rank: json.loads(text) for rank, text in found.items()}
@@ -136,10 +159,6 @@ class DataCheck(IsolatedCallback):
                 _names(trainer),
                 self.switch,
             )
-
-
-def _no_op() -> None:
-    """In place of giving back a channel, where none is leased."""
 
 
 class _Batch:

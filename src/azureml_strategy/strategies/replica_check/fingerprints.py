@@ -1,6 +1,4 @@
-"""What a rank has that other ranks must have too, and hashes of many tensors in a few kernels, read without waiting
-for the device.
-"""
+"""Lists what a rank has that other ranks must have too, and hashes many tensors in a few kernels."""
 
 from __future__ import annotations
 
@@ -20,17 +18,13 @@ from azureml_strategy.interfaces import ALL_RANKS, HasStages, SharesCopies
 from azureml_strategy.lightning_internals import broadcasts_buffers
 from azureml_strategy.strategies.equal_buffers import INTEGERS, EqualBuffersStrategy, place_weights
 
-# Of all tensors together, about so many elements are read, spread over each; of each at least so many.
+# About how many elements of all tensors together are read, and how many of each at least. They are spread over each.
 _MOST_ELEMENTS, _FEWEST_ELEMENTS = 1 << 15, 32
 PARAMETER, BUFFER, OPTIMIZER, SCHEDULER = "parameter", "buffer", "optimizer", "scheduler"
 
 
 class Transfer:
-    """Copies tensors to the host while the device goes on.
-
-    Args:
-        tensors: small ones.
-    """
+    """Copies small tensors to the host while the device goes on."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         # Only CUDA has an event that tells when such a copy is there.
@@ -42,24 +36,24 @@ class Transfer:
             self._events.append(event)
 
     def is_ready(self) -> bool:
-        """Whether the device has come so far."""
+        """Whether the device has made the copies."""
         return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
 
     def values(self) -> list[list[Any]]:
-        """What the tensors hold, in their order; waits for the device unless `is_ready`."""
+        """Return what the tensors hold, in their order. It waits for the device unless `is_ready`."""
         for event in self._events:
             event.synchronize()
         return [each.tolist() for each in self._copies]
 
 
 class Fingerprints:
-    """Hashes of some elements of each tensor, as `equal_buffers.fingerprint` computes them of all.
+    """Hashes of some elements of each tensor, as `equal_buffers.fingerprint` computes them of all elements.
 
-    The elements lie at equal distances. Ranks that drift apart do so in nearly all of them.
+    The elements lie at equal distances. Where ranks drift apart, nearly all elements differ.
 
     Args:
         tensors: dense ones. They may change afterwards.
-        turn: where to begin; with other turns, other elements are read.
+        turn: the first element; with another turn, other elements are read.
     """
 
     @torch.no_grad()
@@ -75,11 +69,11 @@ class Fingerprints:
         )
 
     def are_ready(self) -> bool:
-        """Whether the device has come so far."""
+        """Whether the device has computed them."""
         return self._hashes.is_ready()
 
     def values(self) -> list[int]:
-        """The hashes, in the order of the tensors; waits for the device unless `are_ready`."""
+        """Return the hashes, in the order of the tensors. It waits for the device unless `are_ready`."""
         found = [0] * self._count
         for places, hashes in zip(self._places, self._hashes.values(), strict=True):
             for place, value in zip(places, hashes, strict=True):
@@ -95,7 +89,7 @@ def is_hashable(tensor: Tensor) -> bool:
 
 
 def _sample(tensor: Tensor, most: int, turn: int) -> Tensor:
-    """Some elements, always the same number of them whatever the turn."""
+    """Return some elements. Their number does not depend on the turn."""
     plain = tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
     size = plain.numel()
     if size <= most and plain.dim() == 1:
@@ -110,21 +104,21 @@ def _sample(tensor: Tensor, most: int, turn: int) -> Tensor:
 
 
 def _hashed(samples: list[Tensor]) -> Tensor:
-    """One hash for each sample. All have one type and lie on one device."""
+    """Return one hash for each sample. All samples have one type and lie on one device."""
     size = samples[0].itemsize
     if size == 1 or (size < 8 and not samples[0].is_floating_point()):
         samples = [each.view(INTEGERS[size]) for each in samples]  # not every device joins float8 and unsigned types
     bits = torch.cat(samples).view(INTEGERS[min(size, 4)])
     ends, weights = _places([len(each) * max(size // 4, 1) for each in samples], bits.device)
-    # Sums modulo 2^64, so that what one sample adds is the difference of two of them.
+    # The sums are modulo 2^64, so that the difference of two of them is exactly what one sample adds.
     sums = functional.pad((bits * weights).cumsum(0), (1, 0))
     return sums[ends].diff()
 
 
 def _places(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where each sample ends, after a 0, and the weights of all their elements.
+    """Return 0 and the end of each sample, and the weights of all their elements.
 
-    A sample has the same weights wherever it lies: another rank may have other tensors before it.
+    The weights of a sample do not depend on its place: another rank may have other tensors before it.
     """
     weights = place_weights(device)
     if max(lengths) > len(weights):
@@ -140,8 +134,8 @@ class Copy(NamedTuple):
     Attributes:
         kind: `PARAMETER` and so on.
         name: of the value.
-        holders: ranks with the same holders must agree.
-        value: a tensor of this rank, or a number, or several.
+        holders: names the ranks that must agree; each of them gives the same name.
+        value: a tensor of this rank, a number, or several numbers.
     """
 
     kind: str
@@ -151,23 +145,19 @@ class Copy(NamedTuple):
 
 
 def copies_of(trainer: Trainer) -> list[Copy]:
-    """Find what this rank must have like others, at this moment.
-
-    Args:
-        trainer: in training, between two steps.
-    """
+    """Find what this rank must have like others at this moment, between two steps of the training."""
     return [*_of_module(trainer), *_of_optimizers(trainer), *_of_schedulers(trainer)]
 
 
 def equalizes_buffers(strategy: Any) -> bool:
-    """Whether a strategy makes buffers equal before they are used, so that those that a step changes may differ."""
+    """Whether a strategy makes buffers equal before they are used, so that they may differ after a step."""
     if isinstance(strategy, EqualBuffersStrategy):
         return strategy.keeps_buffers_equal
     return isinstance(strategy, DDPStrategy) and broadcasts_buffers(strategy)
 
 
 def _of_module(trainer: Trainer) -> Iterator[Copy]:
-    """Parameters, whether an optimizer has them or not, and buffers."""
+    """List all parameters, with and without an optimizer, and the buffers."""
     module, shared = trainer.lightning_module, _holders(trainer.strategy)
     if shared is None:
         return
@@ -178,27 +168,27 @@ def _of_module(trainer: Trainer) -> Iterator[Copy]:
     for kind, name, tensor in named:
         if is_lazy(tensor) or not _is_whole(tensor):
             continue
-        # Each rank's own on purpose: what DDP is told to leave alone, and DeepSpeed's experts.
+        # Each rank has its own on purpose: what DDP is told to leave alone, and DeepSpeed's experts.
         if name in ignored or getattr(tensor, "allreduce", True) is False:
             continue
-        own, holders = tensor, shared
+        local, holders = tensor, shared
         if isinstance(tensor, DTensor):
-            own, holders = tensor.to_local(), f"{shared}{_part(tensor)}"
-        if is_hashable(own) and own.numel():
-            yield Copy(kind, name, holders, own)
+            local, holders = tensor.to_local(), f"{shared}{_part(tensor)}"
+        if is_hashable(local) and local.numel():
+            yield Copy(kind, name, holders, local)
 
 
 def _holders(strategy: Any) -> str | None:
-    """The ranks that hold the same module as this one; None if nothing in it must be equal."""
+    """Name the ranks that hold the same module as this one; None if nothing in it must be equal."""
     if isinstance(strategy, SharesCopies):
         return strategy.copies
-    if isinstance(strategy, ModelParallelStrategy):  # stock: what is not cut may still be another on each rank
+    if isinstance(strategy, ModelParallelStrategy):  # Lightning's: what is not cut may still differ between ranks
         return f"{ALL_RANKS} of tensor-parallel rank {strategy.device_mesh['tensor_parallel'].get_local_rank()}"
     return ALL_RANKS
 
 
 def _part(tensor: DTensor) -> str:
-    """Which part of a tensor this rank has. Ranks along an axis over which it is replicated have the same."""
+    """Name the part of a tensor that this rank has. Ranks along an axis that replicates it have the same part."""
     placed = enumerate(zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=False))
     return "".join(f", part {place} of axis {axis}" for axis, (how, place) in placed if not how.is_replicate())
 
@@ -219,7 +209,7 @@ def _of_optimizers(trainer: Trainer) -> Iterator[Copy]:
                     yield Copy(OPTIMIZER, f"{key} of group {index} of optimizer {number}", holders, value)
         if isinstance(trainer.strategy, SharesCopies) and trainer.strategy.copies != ALL_RANKS:
             continue
-        # How often it has stepped. Its other states follow from gradients, and so do the parameters.
+        # Only the number of steps is compared. The other states follow from the gradients, as the parameters do.
         states = [state for state in optimizer.state.values() if isinstance(state, dict) and "step" in state]
         steps = [state["step"] for state in states]
         if steps and all(each.is_cpu for each in steps if isinstance(each, Tensor)):
@@ -236,7 +226,7 @@ def _of_schedulers(trainer: Trainer) -> Iterator[Copy]:
 
 
 def _holders_of_numbers(strategy: Any) -> str:
-    """A stage of a pipeline may have parameter groups of its own. Replicas of local SGD have the same ones."""
+    """Name the ranks that have the same parameter groups. Each stage of a pipeline may have its own."""
     return f"stage {strategy.pipeline_stage}" if isinstance(strategy, HasStages) else ALL_RANKS
 
 

@@ -1,4 +1,4 @@
-"""Whether training trains: parameters that have a gradient and an optimizer must change."""
+"""Finds parameters that do not train: those with a gradient and an optimizer must change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -21,11 +20,11 @@ from azureml_strategy.strategies.replica_check.fingerprints import Transfer
 _LAST_STEP = 1024
 # Warnings are given after these steps, and at the end of training.
 _WARNED_AFTER = (8, 64, 512, _LAST_STEP)
-# If no parameter at all has changed, a warning waits for so many steps: a module may accumulate by itself.
+# If no parameter at all has changed, a warning waits for this many steps: a module may accumulate by itself.
 _STEPS_OF_ALL = 64
-# Gradients so much smaller than the largest are rounding: a bias before a normalisation has no other.
+# A gradient below this share of the largest one is rounding: a bias before a normalisation has no other.
 _NEGLIGIBLE = 1e-4
-# Elements of small parameters of one shape that are looked at together.
+# Small parameters of one shape are compared together, up to about this many elements.
 _MOST_TOGETHER = 1 << 18
 _MOST_NAMES = 5
 _ROUNDED = (
@@ -56,12 +55,12 @@ class _Trained(NamedTuple):
     """What this rank has of a parameter that a step is about to change.
 
     Attributes:
-        parameter: of the module.
-        values: reads those that the optimizer changes.
-        gradient: reads it, in the shape of the values.
+        parameter: the module's.
+        values: reads what the optimizer changes.
+        gradient: reads the gradient, in the shape of the values.
         rate: learning rate.
-        scale: what the gradient is multiplied with.
-        is_part: whether other ranks have the rest, so that this one cannot know which gradients are small.
+        scale: the gradient is multiplied with it.
+        is_part: whether other ranks have the rest. Then this rank does not know which gradients are small.
     """
 
     parameter: nn.Parameter
@@ -79,9 +78,9 @@ class _History:
     Attributes:
         optimizer: the class of its optimizer.
         type: of the values that the optimizer changes.
-        pushed: observed steps in which its gradient was more than rounding.
+        pushed: number of observed steps in which its gradient was more than rounding.
         changed: whether it has ever changed.
-        has_gradient: whether it has ever had any, of whatever size.
+        has_gradient: whether it has ever had a gradient, of any size.
     """
 
     optimizer: type[Optimizer]
@@ -105,18 +104,18 @@ class _Rows(NamedTuple):
         before = _rows([each.values() for each in trained]).gather(1, places)
         largest = largest / trained[0].scale
         if trained[0].is_part:
-            # Only what plain descent would see counts. Of an update that is rounded off, nothing can be told.
+            # A gradient counts only if plain descent would change the value: a smaller update may be rounded off.
             largest = torch.where(before - trained[0].rate * largest != before, largest, 0)
         return cls(trained, places, largest, before)
 
     def found(self) -> Tensor:
-        """The largest gradients, and whether the values there are others now."""
+        """Return two rows: the largest gradients, and 1 where the value at that place has changed, else 0."""
         now = _rows([each.values() for each in self.trained]).gather(1, self.places)
         return torch.cat([self.largest.float(), (now != self.before).float()], dim=1).T
 
 
 class _Step:
-    """A step under observation.
+    """An observed step.
 
     Args:
         skipped: how many steps DeepSpeed has left out before.
@@ -129,14 +128,14 @@ class _Step:
 
     def add(self, trained: _Trained, gradient: Tensor) -> None:
         """Note a parameter that is about to change, unless its gradient is sparse."""
-        values, own = trained.values(), _local(gradient)
-        if own.layout != torch.strided or not own.numel() or values.shape != own.shape:
+        values, local = trained.values(), _local(gradient)
+        if local.layout != torch.strided or not local.numel() or values.shape != local.shape:
             return
-        key = (own.shape, own.dtype, own.device, values.dtype, values.device, *trained[3:])
+        key = (local.shape, local.dtype, local.device, values.dtype, values.device, *trained[3:])
         together, gradients = self._alike.setdefault(key, ([], []))
         together.append(trained)
-        gradients.append(own)
-        if len(together) * own.numel() >= _MOST_TOGETHER:
+        gradients.append(local)
+        if len(together) * local.numel() >= _MOST_TOGETHER:
             self._rows.append(_Rows.of(*self._alike.pop(key)))
 
     def begin(self) -> None:
@@ -149,29 +148,18 @@ class _Step:
         if skipped != self._skipped or not self._rows:
             return None
         parameters = [id(each.parameter) for rows in self._rows for each in rows.trained]
-        return _Outcome(parameters, Transfer([rows.found() for rows in self._rows]))
+        return parameters, Transfer([rows.found() for rows in self._rows])
 
 
-class _Outcome(NamedTuple):
-    """What a step has done, which can be read when the device has come so far.
-
-    Attributes:
-        parameters: ids of those that were observed.
-        found: pairs of the largest gradients, and whether the values have changed, for some parameters after others.
-    """
-
-    parameters: list[int]
-    found: Transfer
+# Of a step: the ids of the observed parameters, and what `_Rows.found` returns for some of them after others.
+_Outcome = tuple[list[int], Transfer]
 
 
 class UpdateWatch:
     """Observes steps 1, 2, 4, 8 and so on until each parameter that has a gradient has changed.
 
-    A parameter is compared at the place of its largest gradient. Nothing is concluded from steps with gradients that
-    are not finite, which a scaler skips, from learning rates of 0, nor while a learning rate rises.
-
-    Args:
-        trainer: about to train.
+    A parameter is compared at the place of its largest gradient. A step with gradients that are not finite does not
+    count, as a scaler skips it. Nor does one with a learning rate of 0, nor any while a learning rate rises.
 
     Attributes:
         has_news: whether `after_batch` and `verdict` have something to do. Most steps are not observed.
@@ -180,51 +168,38 @@ class UpdateWatch:
     def __init__(self, trainer: Trainer) -> None:
         self.has_news = False
         self._trainer = trainer
-        self._seen: dict[int, _History] = {}
+        self._histories: dict[int, _History] = {}  # by the id of the parameter
         self._under_way: list[_Step] = []
         self._outcomes: list[_Outcome] = []
-        self._rates: dict[int, float] = {}
-        self._rising: dict[int, bool] = {}
-        self._judged_at = self._observed = 0
+        self._rates: dict[int, float] = {}  # the last learning rates, by the id of the parameter group
+        self._rising: dict[int, bool] = {}  # by the id of the optimizer, as in the next ones
         self._stepped: dict[int, int] = {}
+        self._settled: dict[int, int] = {}  # how many parameters an optimizer had when all of them had changed
+        self._judged_at = self._observed = 0  # the highest step of an optimizer
         self._warned_of: set[str] = set()
         self._had_gradient: set[int] = set()  # ids of parameters
-        self._settled: dict[int, int] = {}  # how many parameters an optimizer had when all of them had changed
         self._largest = 0.0  # of all gradients that were observed
 
-    @classmethod
-    def of(cls, trainer: Trainer) -> UpdateWatch | None:
-        """Watch a training; None under FSDP1, whose parameters have no gradients of their own."""
-        return None if isinstance(trainer.strategy, FSDPStrategy) else cls(trainer)
-
     def is_due(self, optimizer: Optimizer) -> bool:
-        """Count a step that the optimizer is about to make, and say whether to observe it.
-
-        Args:
-            optimizer: one of the trainer's.
-        """
+        """Count a step that an optimizer of the trainer is about to make, and say whether to observe it."""
         number = self._stepped.get(id(optimizer), 0) + 1
         self._stepped[id(optimizer)] = number
         return number & (number - 1) == 0 and number <= _LAST_STEP
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Note what the optimizer is about to change; its gradients are ready, and the step `is_due`.
-
-        Args:
-            optimizer: one of the trainer's.
-        """
+        """Note what the optimizer is about to change. Its gradients are ready, and the step `is_due`."""
         number = self._stepped[id(optimizer)]
         self._observed = max(self._observed, number)
         if number in (1, *_WARNED_AFTER):
             # Some engines clear all gradients after a step, also those that no optimizer uses.
-            whole = self._trainer.lightning_module.parameters()
-            self._had_gradient.update(id(each) for each in whole if each.grad is not None)
+            parameters = self._trainer.lightning_module.parameters()
+            self._had_gradient.update(id(each) for each in parameters if each.grad is not None)
             self.has_news = True
         if self._settled.get(id(optimizer)) != _count(optimizer):
             self._observe(optimizer)
 
     def after_batch(self) -> None:
-        """See what has changed, as far as the device has come."""
+        """See what has changed, as far as the device has computed it."""
         steps, self._under_way = self._under_way, []
         with torch.no_grad():
             outcomes = [each.end(self._skipped()) for each in steps]
@@ -255,14 +230,14 @@ class UpdateWatch:
         step, settled = _Step(self._skipped()), True
         for trained in self._trained_by(optimizer):
             key = id(trained.parameter)
-            seen = self._seen.get(key)
-            if seen is None:
-                seen = self._seen[key] = _History(type(optimizer), trained.values().dtype)
-            if seen.changed:
+            history = self._histories.get(key)
+            if history is None:
+                history = self._histories[key] = _History(type(optimizer), trained.values().dtype)
+            if history.changed:
                 continue
             settled = False
             gradient = trained.gradient()
-            seen.has_gradient |= gradient is not None
+            history.has_gradient |= gradient is not None
             if gradient is not None and trained.rate:
                 step.add(trained, gradient)
         if settled:
@@ -278,9 +253,14 @@ class UpdateWatch:
     def _trained_by(self, optimizer: Optimizer) -> Iterator[_Trained]:
         """List what a step of the optimizer changes, but for groups whose learning rate lies on a GPU."""
         rates = self._rates_of(optimizer)
-        slices = [each for each in self._trainer.lightning_module.parameters() if is_of_zero(each)]
-        if slices:  # the optimizer's own parameters are flat rows of them
-            yield from _slices_of(slices, rates)
+        of_zero = [each for each in self._trainer.lightning_module.parameters() if is_of_zero(each)]
+        for each in of_zero:  # of each, this rank keeps a slice on the device
+            part = FlatSlice(each)
+            values, place = part.trained(), part.group
+            rate = None if place is None else rates[place]
+            if values is not None and rate is not None and has_gradients(each):
+                yield _Trained(each, values.detach, part.read, rate, part.scale, is_part=True)
+        if of_zero:  # the optimizer's own parameters are flat rows of the slices
             return
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             if rate is not None:
@@ -306,40 +286,37 @@ class UpdateWatch:
         return int(getattr(self._trainer.model, "skipped_steps", 0))
 
     def _count_outcomes(self, wait: bool) -> None:
-        while self._outcomes and (wait or self._outcomes[0].found.is_ready()):
-            outcome = self._outcomes.pop(0)
-            pairs = outcome.found.values()
+        while self._outcomes and (wait or self._outcomes[0][1].is_ready()):
+            parameters, found = self._outcomes.pop(0)
+            pairs = found.values()
             largest = [each for gradients, _ in pairs for each in gradients]
             changed = [bool(each) for _, changes in pairs for each in changes]
-            if all(each < float("inf") for each in largest):  # neither infinite nor NaN
-                self._count(outcome.parameters, largest, changed)
-
-    def _count(self, parameters: list[int], largest: list[float], changed: list[bool]) -> None:
-        for parameter, moved in zip(parameters, changed, strict=True):
-            self._seen[parameter].changed |= moved
-        self._largest = max(self._largest, *largest)
-        worth = _NEGLIGIBLE * self._largest
-        for parameter, gradient in zip(parameters, largest, strict=True):
-            if gradient > worth:
-                self._seen[parameter].pushed += 1
+            if not all(each < float("inf") for each in largest):  # infinite or NaN
+                continue
+            self._largest = max(self._largest, *largest)
+            for parameter, gradient, moved in zip(parameters, largest, changed, strict=True):
+                history = self._histories[parameter]
+                history.changed |= moved
+                history.pushed += gradient > _NEGLIGIBLE * self._largest
 
     def _unchanged(self, at_end: bool) -> Iterator[tuple[str, str]]:
-        pushed = [key for key, each in self._seen.items() if each.pushed >= 2 and not each.changed]
+        pushed = [key for key, each in self._histories.items() if each.pushed >= 2 and not each.changed]
         named = self._named() if pushed else {}
         still = [named[key] for key in pushed if key in named]
         if not still:
             return
-        none = not any(each.changed for each in self._seen.values())
+        none = not any(each.changed for each in self._histories.values())
         if none and self._observed < _STEPS_OF_ALL and not at_end:
             return
-        small = [(name, each) for name, each in still if self._seen[id(each)].type in (torch.bfloat16, torch.float16)]
+        halves = (torch.bfloat16, torch.float16)
+        small = [(name, each) for name, each in still if self._histories[id(each)].type in halves]
         # Other optimizers may keep what is rounded off, or weights in float32, and give it back after some steps.
-        torch_only = "torch.optim."
-        lost = [each for each in small if self._seen[id(each[1])].optimizer.step.__module__.startswith(torch_only)]
+        of_torch = "torch.optim."
+        lost = [each for each in small if self._histories[id(each[1])].optimizer.step.__module__.startswith(of_torch)]
         if lost and not none:
             yield (
                 "rounded",
-                _ROUNDED.format(steps=self._observed, names=_listed(lost), type=self._seen[id(lost[0][1])].type),
+                _ROUNDED.format(steps=self._observed, names=_listed(lost), type=self._histories[id(lost[0][1])].type),
             )
         others = still if none else [each for each in still if each not in small]
         if others:
@@ -350,15 +327,15 @@ class UpdateWatch:
         had = self._had_gradient - ids
         named = self._named() if had else {}
         left = [(name, each) for key, (name, each) in named.items() if key in had and each.requires_grad]
-        left = [(name, each) for name, each in left if not is_of_zero(each)]  # which are trained as slices
+        left = [(name, each) for name, each in left if not is_of_zero(each)]  # those of ZeRO are trained as slices
         # With manual optimization, a module may step an optimizer that Lightning does not know.
-        if left and (ids or self._seen) and self._trainer.lightning_module.automatic_optimization:
+        if left and (ids or self._histories) and self._trainer.lightning_module.automatic_optimization:
             yield "no optimizer", _IN_NO_OPTIMIZER.format(names=_listed(left))
 
     def _not_of_module(self) -> Iterator[tuple[str, str]]:
         for number, optimizer in enumerate(self._trainer.optimizers):
             parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-            known = [self._seen[id(each)] for each in parameters if id(each) in self._seen]
+            known = [self._histories[id(each)] for each in parameters if id(each) in self._histories]
             steps = self._stepped.get(id(optimizer), 0)
             if steps >= 2 and len(known) == len(parameters) > 0 and not any(each.has_gradient for each in known):
                 named = self._named()
@@ -366,16 +343,6 @@ class UpdateWatch:
                 why = _REPLACED.format(count=gone) if gone else _NOT_REACHED
                 count = len(parameters)
                 yield f"optimizer {number}", _NO_GRADIENT.format(number=number, steps=steps, count=count, why=why)
-
-
-def _slices_of(parameters: Sequence[nn.Parameter], rates: Sequence[float | None]) -> Iterator[_Trained]:
-    """List the slices of parameters that this rank keeps under ZeRO, on the device."""
-    for each in parameters:
-        part = FlatSlice(each)
-        values, group = part.trained(), part.group
-        rate = None if group is None else rates[group]
-        if values is not None and rate is not None and has_gradients(each):
-            yield _Trained(each, values.detach, part.read, rate, part.scale, is_part=True)
 
 
 def _count(optimizer: Optimizer) -> int:

@@ -1,5 +1,5 @@
-"""Checkpoints of ZeRO: staged first and written later, converted to the universal form and loaded on another number
-of ranks.
+"""Checkpoints of ZeRO: staged first and written later, converted to the universal form, and loaded on another number of
+ranks. The path of a checkpoint is the folder that Lightning wrote.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from azureml_strategy.strategies.equal_buffers import EqualBuffersStrategy
 from azureml_strategy.strategies.errors import ConfigurationError, UnfitCheckpointError
 from azureml_strategy.strategies.mixed_precision import MixedPrecisionStrategy
 from azureml_strategy.strategies.zero.device import AnyDeviceDeepSpeedStrategy
-from azureml_strategy.strategies.zero.gradients import BufferedGradientsStrategy, WatchedTrainingStrategy
+from azureml_strategy.strategies.zero.gradients import WatchedTrainingStrategy
 
-# Lightning's name for the folder of the shards, and our name for the folder of the converted shards beside it.
+# Lightning's name for the folder of the shards, and ours for the folder of the converted shards beside it.
 _SHARDS, _UNIVERSAL = "checkpoint", "checkpoint_universal"
 # The versions whose universal checkpoints `correct_stage_3` knows.
 _CORRECTED = "0.19."
@@ -41,7 +41,7 @@ _COMPLETE = "latest_universal"
 
 def require_zero_checkpoint(checkpoint: Path) -> None:
     """Check that a path is a folder that Lightning's DeepSpeed strategy wrote; the error says which one reads it."""
-    shards = checkpoint / "checkpoint"
+    shards = checkpoint / _SHARDS
     if any(shards.glob("layer_*-model_states.pt")):
         raise UnfitCheckpointError(_refusal(checkpoint, "written by a pipeline", "azureml_deepspeed_pipeline"))
     if any(shards.glob("*_optim_states.pt")):
@@ -65,13 +65,7 @@ def require_zero_checkpoint(checkpoint: Path) -> None:
 
 
 def require_same_slices(checkpoint: Path, saved: int, size: int) -> None:
-    """Check that a checkpoint's matrices are cut over as many processes as in this run.
-
-    Args:
-        checkpoint: the folder that Lightning wrote.
-        saved: tensor-parallel size of the checkpoint.
-        size: tensor-parallel size of this run.
-    """
+    """Check that a checkpoint and this run have the same tensor-parallel size, `saved` and `size`."""
     if saved != size:
         raise ConfigurationError(
             f"{checkpoint} was saved with tensor_parallel_size={saved}, but this run has {size}, and each file holds "
@@ -88,20 +82,12 @@ def _refusal(checkpoint: Path, kind: str, strategy: str) -> str:
 
 
 def saved_processes(checkpoint: Path) -> int:
-    """Return how many processes wrote the optimizer shards of a checkpoint.
-
-    Args:
-        checkpoint: the folder that Lightning wrote.
-    """
+    """Return how many processes wrote the optimizer shards of a checkpoint."""
     return len(_optimizer_shards(checkpoint))
 
 
 def saved_slices(checkpoint: Path) -> int:
-    """Return over how many processes the matrices of a checkpoint are cut: its `tensor_parallel_size`.
-
-    Args:
-        checkpoint: the folder that Lightning wrote.
-    """
+    """Return over how many processes the matrices of a checkpoint are cut: its `tensor_parallel_size`."""
     return len({file.name.partition("mp_rank_")[2][:2] for file in _optimizer_shards(checkpoint)})
 
 
@@ -110,9 +96,6 @@ def remove_previous_files(checkpoint: Path) -> None:
 
     DeepSpeed overwrites only the files of the current processes. The files of a previous save with more processes
     would remain, and so would its converted form: later runs would resume from an old step, or from a mixture.
-
-    Args:
-        checkpoint: the folder that is about to be written.
     """
     (checkpoint / _COMPLETE).unlink(missing_ok=True)
     for file in (checkpoint / _SHARDS).glob("*_states.pt"):
@@ -124,9 +107,6 @@ def require_convertible(checkpoint: Path) -> None:
     """Refuse a checkpoint that DeepSpeed cannot convert: of no optimizer of Adam's family, or cut by AutoTP.
 
     All processes call it, so that none waits for one that has stopped.
-
-    Args:
-        checkpoint: the folder that Lightning wrote.
     """
     saved = saved_processes(checkpoint)
     if saved_slices(checkpoint) > 1:
@@ -149,10 +129,8 @@ def require_convertible(checkpoint: Path) -> None:
 def convert(checkpoint: Path) -> None:
     """Write the universal form of a checkpoint beside its shards, unless it exists. One process calls it.
 
-    The universal form takes as much space as the shards. Any number of processes can load it.
-
-    Args:
-        checkpoint: the folder that Lightning wrote, after `require_convertible` has accepted it.
+    `require_convertible` must have accepted the checkpoint. The universal form takes as much space as the shards. Any
+    number of processes can load it.
     """
     if (checkpoint / _COMPLETE).is_file():
         return
@@ -178,8 +156,8 @@ def correct_stage_3(optimizer: Optimizer, checkpoint: Path) -> None:
     all parts of the state one shared step tensor, which then counts each step once per part.
 
     Args:
-        optimizer: the optimizer inside DeepSpeed's, just loaded.
-        checkpoint: the folder that Lightning wrote, after its conversion.
+        optimizer: inside of DeepSpeed's, just loaded.
+        checkpoint: converted.
 
     Raises:
         ConfigurationError: another DeepSpeed is installed, which may restore other things wrongly.
@@ -207,7 +185,6 @@ class StagedDeepSpeedStrategy(
     PlainDataStrategy,
     EqualBuffersStrategy,
     MixedPrecisionStrategy,
-    BufferedGradientsStrategy,
     WatchedTrainingStrategy,
     AnyDeviceDeepSpeedStrategy,
 ):
@@ -224,10 +201,7 @@ class StagedDeepSpeedStrategy(
         super().save_checkpoint(to_plain(checkpoint, WRITTEN_APART, run_objects(self)), filepath, storage_options)
 
     def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
-        """Collect what this rank has to write. This is a collective.
-
-        Args:
-            checkpoint: as Lightning gives it to `save_checkpoint`.
+        """Collect what this rank has to write of what Lightning gives to `save_checkpoint`. This is a collective.
 
         Returns:
             What to copy, and a function that writes the copy. None if DeepSpeed must write the checkpoint at once:
@@ -254,8 +228,7 @@ class StagedDeepSpeedStrategy(
 class AnyWorldDeepSpeedStrategy(StagedDeepSpeedStrategy):
     """Lightning's DeepSpeed strategy, but another number of processes can load a checkpoint."""
 
-    # Number of processes that share each matrix.
-    _tensor_parallel_size = 1
+    _tensor_parallel_size = 1  # number of processes that share each matrix
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -292,7 +265,7 @@ class AnyWorldDeepSpeedStrategy(StagedDeepSpeedStrategy):
         load_universal_checkpoint(self.deepspeed_engine)
 
     def _on_rank_zero(self, checkpoint: Path, work: Callable[[], None]) -> None:
-        """Have rank 0 read a whole checkpoint, which may take longer than a collective or the hang watch waits."""
+        """Have rank 0 read a whole checkpoint. It may take longer than a collective or the hang watch waits."""
         assert self.lightning_module is not None
         try:
             with paused(self.lightning_module.trainer):
@@ -317,6 +290,6 @@ class AnyWorldDeepSpeedStrategy(StagedDeepSpeedStrategy):
         self._restore_zero_state({"state_dict": weights}, strict=self.lightning_module.strict_loading)
         for buffer in self.lightning_module.buffers():
             dist.broadcast(buffer, src=0)
-        states = next((checkpoint / "checkpoint").glob("*_model_states.pt"))
+        states = next((checkpoint / _SHARDS).glob("*_model_states.pt"))
         saved: dict[str, Any] = torch.load(states, map_location="cpu", mmap=True, weights_only=False)
         return saved

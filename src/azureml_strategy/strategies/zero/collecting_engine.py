@@ -20,7 +20,7 @@ class CollectingEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has 
     """Checkpoint engine that keeps what DeepSpeed would write, instead of writing it.
 
     Attributes:
-        files: paths below the checkpoint's folder, and the content of each. Tensors are the training's own, not copies.
+        files: paths below the checkpoint's folder, and the content of each. Tensors are the training's, not copies.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class CollectingEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has 
 
     @override
     def preserves_storage_sharing(self) -> bool:
-        return False  # True makes DeepSpeed clone tensors that share memory, so that the file does not hold all of it
+        return False  # with True, DeepSpeed clones tensors that share memory, so that the file does not hold all of it
 
 
 def can_be_collected(engine: DeepSpeedEngine) -> bool:
@@ -63,19 +63,15 @@ def can_be_collected(engine: DeepSpeedEngine) -> bool:
 def collect(
     engine: DeepSpeedEngine, save: Callable[[str], None]
 ) -> tuple[StagedFiles, Callable[[StagedFiles, Path], None]]:
-    """Collect this rank's files. This is a collective.
-
-    Args:
-        engine: DeepSpeed's engine, whose checkpoint to collect.
-        save: makes that engine save a checkpoint to a folder.
+    """Collect this rank's files of the checkpoint that `save` has the engine save to a folder. This is a collective.
 
     Returns:
         The files, and a function that writes them, or a copy of them, below a path.
     """
     writes, collecting = engine.checkpoint_engine, CollectingEngine()
     engine.checkpoint_engine = collecting
-    # On rank 0, DeepSpeed writes a few small files without that engine: in memory, as /tmp may be full. They are read
-    # at once, since a rank that is killed leaves its folder there.
+    # On rank 0, DeepSpeed writes a few small files without the checkpoint engine. They go to memory, as /tmp may be
+    # full, and are read at once, as a rank that is killed leaves its folder there.
     with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as scratch:
         try:
             save(scratch)

@@ -1,5 +1,6 @@
-"""Builds DeepSpeed's configuration from the arguments or the user's own, and checks what it requires and what it
-names.
+"""Builds DeepSpeed's configuration from the arguments or the user's own, and checks its keys and requirements.
+
+DeepSpeed documents the configuration at https://www.deepspeed.ai/docs/config-json.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from azureml_strategy.lazy import install_line
 from azureml_strategy.strategies.errors import ConfigurationError, NoDeepSpeedError
 
-# Sections of https://www.deepspeed.ai/docs/config-json that are no constants of `deepspeed.runtime.constants`.
+# Sections of the configuration that are no constants of `deepspeed.runtime.constants`.
 _SECTIONS = {
     *("zero_optimization", "activation_checkpointing", "flops_profiler", "comms_logger", "aio", "autotuning"),
     *("tensorboard", "wandb", "csv_monitor", "comet", "elasticity", "compression_training", "data_efficiency"),
@@ -29,7 +30,7 @@ _SECTIONS = {
     *("timers", "tensor_parallel", "compile", "progressive_layer_drop", "eigenvalue", "quantize_training"),
     *("expert_parallel", "weight_quantization"),
 }
-# Nearer than `fp16` and `bf16` are to each other.
+# Keys this similar are taken for one another. `fp16` and `bf16` are less similar.
 _NEAR = 0.8
 
 # File systems of local disks. Network shares and blob mounts use others.
@@ -49,7 +50,7 @@ _HALVES = {"bf16": "bf16-", "fp16": "16-"}
 
 
 def warn_of_misspelt_keys(config: Mapping[str, Any]) -> None:
-    """Name keys that DeepSpeed does not know and that look like one it does. Keys of other programs pass."""
+    """Warn of keys that DeepSpeed does not know and that look like one it does. Keys of other programs pass."""
     if _SECTIONS.issuperset(config):
         return
     from deepspeed.runtime import constants
@@ -76,9 +77,6 @@ def require_compiler(config: Mapping[str, Any]) -> None:
     """Check that DeepSpeed can compile the extensions that it would compile at first use.
 
     ZeRO itself is Python. DeepSpeed compiles the optimizer that the configuration names, and the reader of NVMe disks.
-
-    Args:
-        config: DeepSpeed's configuration.
     """
     compiled, optimizer = [], config.get("optimizer")
     if optimizer:
@@ -97,19 +95,12 @@ def require_compiler(config: Mapping[str, Any]) -> None:
 def uses_nvme(config: Mapping[str, Any]) -> bool:
     """Whether parameters or optimizer states go to an NVMe disk."""
     zero = config.get("zero_optimization") or {}
-    # DeepSpeed reads None and False as no offload
+    # DeepSpeed reads None and False as no offload.
     return any((zero.get(part) or {}).get("device") == "nvme" for part in ("offload_param", "offload_optimizer"))
 
 
 def find_local_disk(mounts: Path = Path("/proc/mounts")) -> Path:
-    """Find the writable folder with the most free space that is mounted from an NVMe disk of this node.
-
-    Args:
-        mounts: the mount table, as Linux shows it.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-    """
+    """Find the writable folder with the most free space that is mounted from an NVMe disk of this node."""
     table = mounts.read_text()
     folders = [Path(point) for point in nvme_mounts(table) if os.path.isdir(point) and os.access(point, os.W_OK)]
     if not folders:
@@ -186,14 +177,13 @@ def ignored_beside_config(arguments: Mapping[str, Any]) -> list[str]:
 class TrainerNumbers:
     """Numbers of a training step, from the Trainer and its data loader.
 
-    Args:
+    Attributes:
         accumulate_grad_batches: batches per optimizer step.
         gradient_clip_val: norm to clip to, or None.
         precision: as in `Trainer(precision=...)`.
         batch_size: samples per batch of one process; None if the loader does not tell.
         data_parallel_size: processes that read different samples.
-        logged_batch_size: samples per batch of one process for DeepSpeed's log, which override the loader's number;
-            None uses the loader's.
+        logged_batch_size: replaces `batch_size` in DeepSpeed's log; None does not.
     """
 
     accumulate_grad_batches: int
@@ -208,14 +198,8 @@ def agree(config: Mapping[str, Any], trainer: TrainerNumbers) -> dict[str, Any]:
     """Return the configuration with the Trainer's numbers in place of "auto" or of missing values.
 
     A number that equals the Trainer's is accepted. So is any `gradient_clipping` if the Trainer does not clip.
-    Lightning adds the Trainer's numbers for the keys that this function leaves out.
-
-    Args:
-        config: as DeepSpeed documents it (https://www.deepspeed.ai/docs/config-json).
-        trainer: the numbers that it must agree with.
-
-    Returns:
-        A copy, without `gradient_accumulation_steps`, which Lightning sets itself.
+    Lightning adds the Trainer's numbers for the keys that this function leaves out, such as
+    `gradient_accumulation_steps`.
 
     Raises:
         ConfigurationError: a number contradicts the Trainer's, or "auto" stands for a value that only the script knows.
@@ -292,8 +276,8 @@ def add_up_precisely(config: dict[str, Any], batches: int) -> None:
     Under stage 3 a rank keeps its part of the sum. Stages 1 and 2 would keep a whole one in float32.
 
     Args:
-        config: DeepSpeed's configuration, which is changed.
-        batches: of a step.
+        config: is changed.
+        batches: number of batches in a step.
     """
     if batches == 1 or "data_types" in config:
         return

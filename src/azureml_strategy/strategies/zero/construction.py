@@ -1,8 +1,8 @@
-"""Makes it right to set weights in a constructor whose layers ZeRO-3 has cut already.
+"""Lets code set weights in a constructor whose layers ZeRO-3 has cut already.
 
-Under ZeRO-3, DeepSpeed cuts the parameters of each layer as soon as the layer's `__init__` ends. On each rank remains a
-tensor of no elements. Code that runs later and sets weights, such as the initialisation at the end of a model's
-`__init__`, would fill nothing and raise no error, and the model would train from other weights than the author's.
+Under ZeRO-3, DeepSpeed cuts the parameters of each layer as soon as the layer's `__init__` ends. Each rank keeps a
+tensor of no elements. Code that sets weights later, such as the initialisation at the end of a model's `__init__`,
+would fill nothing and raise no error. The model would train from other weights than the author's.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from azureml_strategy.import_hook import when_imported
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.host_memory import large_blocks_returned
 
-# They ask for a tensor's shape, which DeepSpeed keeps of a parameter that it has cut.
+# These functions ask for a tensor's shape, which DeepSpeed keeps of a parameter that it has cut.
 _OF_SHAPE = {
     *("shape", "ndim", "nbytes", "size", "dim", "ndimension", "numel", "nelement", "__len__", "stride"),
     *("is_contiguous", "element_size"),
 }
-# They need no values, or print what is there. Some ranks alone may call them.
+# These functions need no values, or print what is there. Some ranks alone may call them.
 _WITHOUT_VALUES = {
     *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "is_floating_point"),
     *("is_complex", "get_device", "data_ptr", "untyped_storage", "new_empty", "new_zeros", "new_ones", "new_full"),
@@ -127,8 +127,8 @@ class GatherForUse(TorchFunctionMode):
 class Construction:
     """What a ZeRO-3 strategy adds to the code that builds a model under `deepspeed.zero.Init`.
 
-    transformers is told that DeepSpeed cuts parameters until `end`: some of its functions gather for themselves then.
-    What it builds outside of `under` is whole. It is not imported for that; it may be while the model is built.
+    transformers is told that DeepSpeed cuts parameters until `end`. Then some of its functions gather for themselves.
+    What it builds outside of `under` is whole. It is not imported for that, but may be while the model is built.
     """
 
     def __init__(self) -> None:
@@ -138,9 +138,6 @@ class Construction:
     @contextmanager
     def under(self, config: dict[str, Any]) -> Iterator[None]:
         """Run the code that builds the model in this context, inside that of `deepspeed.zero.Init`.
-
-        Args:
-            config: DeepSpeed's configuration.
 
         Raises:
             ConfigurationError: transformers is there without accelerate; or see `GatherForUse`.
@@ -171,14 +168,10 @@ class Construction:
 
 
 def place_all_but_parameters(module: nn.Module, device: torch.device) -> None:
-    """Move buffers and the states of metrics to a device.
+    """Move buffers and the states of metrics to the device of this process.
 
     DeepSpeed moves a module whose parameters it has cut in `configure_model` to no device. It makes tensors of
     `torch.zeros` and a few other functions on the GPU, but not those of `torch.linspace`, nor of an `__init__`.
-
-    Args:
-        module: the module that is trained.
-        device: of this process.
     """
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # with the buffer, so that no other one gets its number
     for part in module.modules():
@@ -231,7 +224,7 @@ def _set_data(parameter: nn.Parameter, value: Tensor) -> None:
 
 @contextmanager
 def _gathered(tensors: Iterable[Tensor]) -> Iterator[list[nn.Parameter]]:
-    """Have the cut parameters that tensors are, or are views of, whole. This is a collective."""
+    """Gather the cut parameters that tensors are, or are views of, for this context. This is a collective."""
     import deepspeed
 
     owners = list({id(_owner(each)): _owner(each) for each in tensors if _has_no_values(each)}.values())
@@ -256,7 +249,7 @@ def _has_no_values(each: Any) -> bool:
 
 
 def is_cut(each: Any) -> bool:
-    """Whether something is a parameter of which only a part is on this rank at this moment."""
+    """Whether something is a parameter of which only a part is on this rank now."""
     return isinstance(each, Tensor) and hasattr(each, "ds_status") and each.ds_status.name == "NOT_AVAILABLE"
 
 
@@ -285,13 +278,13 @@ def name_of(func: Any) -> str:
 
 
 def needs_values(func: Any) -> bool:
-    """Whether a function or attribute of torch is more than a fact about a tensor that is cut."""
+    """Whether a function or attribute of torch needs the values of a tensor, which are not there if it is cut."""
     name = name_of(func)
     return name not in _OF_SHAPE | _WITHOUT_VALUES and not (_is_attribute(func) and name not in {*_VIEWS, "data"})
 
 
 def _is_called_by_deepspeed() -> bool:
-    """Whether DeepSpeed called torch, not the user's code: it means the tensor without elements."""
+    """Whether DeepSpeed called torch, not the user's code. DeepSpeed means the tensor without elements."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PASSED_THROUGH):
         frame = frame.f_back

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import ClassVar
 
@@ -17,9 +16,9 @@ from azureml_strategy.strategies.deepspeed_internals import compile_no_operation
 
 
 class AnyDevice:
-    """Mix-in before Lightning's DeepSpeedStrategy, the Trainer's or Fabric's.
+    """Mix-in before Lightning's DeepSpeedStrategy, the Trainer's or Fabric's, which accepts CPUs.
 
-    It accepts CPUs, which DeepSpeed itself has supported since 0.9.
+    DeepSpeed itself has supported them since 0.9.
     """
 
     # The class of Lightning whose `setup_environment` refuses every device but CUDA's.
@@ -31,14 +30,21 @@ class AnyDevice:
 
     @property
     def root_device(self) -> torch.device:
-        """The device of this process; one on the CPU has a number, which DeepSpeed compares with 0."""
+        """The device of this process. A CPU has a number, too, as DeepSpeed compares it with 0."""
         device: torch.device = super().root_device  # type: ignore[misc]
         return torch.device("cpu", self.local_rank) if device.type == "cpu" else device
 
     def setup_environment(self) -> None:
         """Start the process group, by DeepSpeed."""
         assert self._parallel_devices is not None
-        require_numbered_devices(self._parallel_devices)
+        numbers = [device.index for device in self._parallel_devices if device.type == "cuda"]
+        if len(set(numbers)) < len(numbers):
+            raise RuntimeError(
+                f"Each of {len(numbers)} processes of a node sees one GPU only (CUDA_VISIBLE_DEVICES="
+                f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')}), but DeepSpeed takes the GPU with the number of the "
+                "local rank. Let every process see all GPUs of its node: remove what sets CUDA_VISIBLE_DEVICES; or use "
+                "azureml_ddp or azureml_model_parallel, which take the one they see."
+            )
         use_device(self.root_device.type)
         forget_groups()
         if self.root_device.type == "cpu":
@@ -62,8 +68,8 @@ class AnyDevice:
 
     def _set_node_environment_variables(self) -> None:
         super()._set_node_environment_variables()  # type: ignore[misc]
-        # If mpirun started one process on a node and we started the others, these inherited its local rank. DeepSpeed
-        # would stop at the contradiction.
+        # Where mpirun started one process of a node and we started the others, these have inherited its local rank.
+        # DeepSpeed would stop at the contradiction.
         if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
             os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = str(self.local_rank)
 
@@ -82,29 +88,10 @@ class AnyDeviceDeepSpeedStrategy(AnyDevice, DeepSpeedStrategy):
             let_go(self.model)
 
 
-def require_numbered_devices(devices: Sequence[torch.device]) -> None:
-    """Refuse processes of a node that each see a single GPU, so that all GPUs have the number 0.
-
-    Args:
-        devices: devices of the processes of a node.
-    """
-    numbers = [device.index for device in devices if device.type == "cuda"]
-    if len(set(numbers)) < len(numbers):
-        raise RuntimeError(
-            f"Each of {len(numbers)} processes of a node sees one GPU only (CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')}), but DeepSpeed takes the GPU with the number of the local "
-            "rank. Let every process see all GPUs of its node: remove what sets CUDA_VISIBLE_DEVICES; or use "
-            "azureml_ddp or azureml_model_parallel, which take the one they see."
-        )
-
-
 def use_device(kind: str) -> None:
-    """Make DeepSpeed work on the Trainer's kind of device.
+    """Make DeepSpeed work on the Trainer's kind of device, `cuda` or `cpu`.
 
     DeepSpeed chooses its device at the first request, before a Trainer exists. It takes a GPU if it sees one.
-
-    Args:
-        kind: `cuda` or `cpu`.
 
     Raises:
         RuntimeError: DeepSpeed was told to use the CPU, but the Trainer uses GPUs.

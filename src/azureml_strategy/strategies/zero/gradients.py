@@ -1,5 +1,5 @@
-"""What a training may do beside one backward pass and one step for each batch under DeepSpeed's optimizer, and what
-hooks find out about gradients that DeepSpeed keeps in buffers of its own.
+"""Watches backward passes and steps of a training under DeepSpeed, and hooks that look for gradients, which DeepSpeed
+keeps in buffers of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -24,123 +23,14 @@ from typing_extensions import override
 
 from azureml_strategy.gradients import clip_grad_norm, clip_grad_value
 from azureml_strategy.lightning_internals import optimizers_of
-from azureml_strategy.strategies.deepspeed_internals import (
-    begin_further_backward,
-    can_add_gradients,
-    discard_gradients,
-    drop_stale_gradients,
-    end_further_backward,
-    forget_gradients,
-    is_of_zero,
-)
+from azureml_strategy.strategies.deepspeed_internals import drop_stale_gradients, forget_gradients, is_of_zero
 from azureml_strategy.strategies.zero.hooks import code_that_calls
-from azureml_strategy.strategies.zero.refusals import (
-    StartingParameters,
-    refuse_group,
-    refuse_optimizers,
-    refuse_own_backward,
-    refuse_second_backward,
-)
-from azureml_strategy.strategies.zero.watched_engine import EditedWeights
+from azureml_strategy.strategies.zero.refusals import refuse_optimizers, refuse_own_backward
+from azureml_strategy.strategies.zero.watched_engine import EditedWeights, WatchedEngine
 
 _GRAD: Any = Tensor.grad
-# They know where the gradients are.
-_HELPERS = ("azureml_strategy", "deepspeed")
-
-
-class WatchedTrainingStrategy(DeepSpeedStrategy):
-    """Lightning's DeepSpeed strategy, but it refuses steps that DeepSpeed would take wrongly, and keeps edits."""
-
-    _starting: StartingParameters | None = None
-    _edited: EditedWeights | None = None
-    _awaits_step = False
-
-    @override
-    def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
-        assert self.lightning_module is not None
-        optimizers, schedulers = optimizers_of(self.lightning_module)
-        refuse_optimizers(self.lightning_module, optimizers, schedulers)
-        return optimizers[0], schedulers[0] if schedulers else None
-
-    def begin_training(self, starting: StartingParameters, engine: Any) -> None:
-        """Watch a training whose engine is made.
-
-        Args:
-            starting: what trained before.
-            engine: DeepSpeed's.
-        """
-        self._starting, self._awaits_step = starting, False
-        self.watch_edits(engine)
-        optimizer, forget = engine.optimizer, engine.optimizer.zero_grad
-
-        def zero_grad(*args: Any, **kwargs: Any) -> None:
-            if self._awaits_step:
-                discard_gradients(engine)
-                self._awaits_step = False
-            forget(*args, **kwargs)
-
-        optimizer.zero_grad = zero_grad
-        if not hasattr(optimizer, "add_param_group"):
-            optimizer.add_param_group = refuse_group
-
-    def watch_edits(self, engine: Any) -> None:
-        """Keep edits of the weights from now on, in a training whose engine is made."""
-        self._edited = EditedWeights(engine)
-
-    def take_edits(self) -> None:
-        """Take edits of the weights into the copies that are trained: before a step, or a checkpoint."""
-        if self._edited is not None:
-            self._edited.take()
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._edited is not None:
-            self._edited.take_whole()
-        return super().training_step(*args, **kwargs)
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        assert self.lightning_module is not None
-        engine: Any = self.model
-        if self._awaits_step and not can_add_gradients(engine):
-            refuse_second_backward(self.lightning_module)
-        if self._starting is not None:
-            self._starting.require_same()
-        earlier = begin_further_backward(engine) if self._awaits_step else {}
-        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        end_further_backward(engine, earlier)
-        self._awaits_step = True
-        return loss
-
-    @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        engine: Any = self.model
-        steps = engine.global_steps
-
-        def before_step() -> Any:
-            loss = closure()
-            assert self.lightning_module is not None
-            if not self._awaits_step and not self.lightning_module.automatic_optimization:
-                refuse_own_backward(self.lightning_module)
-            self._awaits_step = False  # DeepSpeed's step calls zero_grad before it takes the gradients
-            return loss
-
-        output = super().optimizer_step(optimizer, before_step, *args, **kwargs)
-        if self._edited is not None and engine.global_steps != steps:
-            self._edited.remember()
-        return output
-
-    @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        loaded = super().load_checkpoint(checkpoint_path, weights_only)
-        if self._edited is not None:
-            self._edited.remember()
-        return loaded
-
-    @override
-    def teardown(self) -> None:
-        self._starting = self._edited = None
-        super().teardown()
+# These packages know where the gradients are.
+_INFORMED = ("azureml_strategy", "deepspeed")
 
 
 class GradientReads(TorchFunctionMode):
@@ -161,7 +51,7 @@ class GradientReads(TorchFunctionMode):
     ) -> Any:
         if not self.found and getattr(func, "__self__", None) is _GRAD and isinstance(args[0], nn.Parameter):
             caller = str(code_that_calls().f_globals.get("__name__")).partition(".")[0]
-            self.found = self._elsewhere(args[0]) and caller not in _HELPERS
+            self.found = self._elsewhere(args[0]) and caller not in _INFORMED
         return func(*args, **(kwargs or {}))
 
 
@@ -173,7 +63,7 @@ class BufferedGradientsPrecision(DeepSpeedPrecision):
     """
 
     _module: LightningModule | None = None
-    _said = False
+    _has_warned = False
 
     def look_at(self, module: LightningModule | None) -> None:
         """Set the module whose gradients are clipped; None after the training."""
@@ -188,7 +78,7 @@ class BufferedGradientsPrecision(DeepSpeedPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        # DeepSpeed counts on over the end of an epoch, where Lightning begins anew. Its own count moves in the step.
+        # Ask DeepSpeed before the step, in which its count moves. Lightning's count begins anew with each epoch.
         engine: Any = model.trainer.model
         steps = False
 
@@ -205,14 +95,14 @@ class BufferedGradientsPrecision(DeepSpeedPrecision):
 
     @override
     def _after_closure(self, model: LightningModule, optimizer: Steppable) -> None:
-        # Lightning comes here after each batch, as DeepSpeed counts those of a step by itself. Until the last of them
-        # there is nothing to see or to clip; and under other strategies the hooks come once a step.
+        # Lightning calls this after each batch, as DeepSpeed counts the batches of a step itself. Before the last one
+        # there is nothing to see or to clip. Under other strategies the hooks come once a step, too.
         if _ends_step(model):
             drop_stale_gradients(model.trainer.model)
             with self._noticing():
                 super()._after_closure(model, optimizer)
-            if isinstance(model.trainer.strategy, WatchedTrainingStrategy):
-                model.trainer.strategy.take_edits()
+            strategy: Any = model.trainer.strategy
+            strategy.take_edits()
 
     @override
     def _clip_gradients(self, model: LightningModule | nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -236,8 +126,8 @@ class BufferedGradientsPrecision(DeepSpeedPrecision):
 
     @contextmanager
     def _noticing(self) -> Iterator[None]:
-        """Say once that a hook looks for gradients where they are not."""
-        if self._said:
+        """Warn once of a hook that looks for gradients where they are not."""
+        if self._has_warned:
             yield
             return
         reads = GradientReads(is_of_zero)
@@ -246,7 +136,7 @@ class BufferedGradientsPrecision(DeepSpeedPrecision):
                 yield
         finally:
             if reads.found:
-                self._said = True
+                self._has_warned = True
                 rank_zero_warn(
                     "A hook reads or sets the .grad of a parameter, but DeepSpeed keeps gradients in buffers of its "
                     "own: norms of .grad are wrong, and changes of it have no effect. Use grad_norm, clip_grad_norm, "
@@ -255,25 +145,19 @@ class BufferedGradientsPrecision(DeepSpeedPrecision):
                 )
 
 
-class BufferedGradientsStrategy(ParallelStrategy):
-    """Mix-in before Lightning's DeepSpeed strategy. A precision plugin of the user's own class is kept."""
+class WatchedTrainingStrategy(DeepSpeedStrategy):
+    """Lightning's DeepSpeed strategy. It refuses steps that DeepSpeed would take wrongly, and trains edited weights."""
 
-    @property
-    @override
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        if type(precision_plugin) is DeepSpeedPrecision:
-            precision_plugin = BufferedGradientsPrecision(precision_plugin.precision)  # type: ignore[arg-type]
-        self._precision_plugin = precision_plugin
+    # Edits between the steps of a training.
+    _edited: EditedWeights | None = None
+    # The engine of a training; None in a pipeline, whose engine runs the backward passes itself.
+    _watched: WatchedEngine | None = None
 
     @property
     def clips_by_hook(self) -> bool:
         """Whether the module clips by a hook of its own, instead of DeepSpeed."""
-        ours = isinstance(self.precision_plugin, BufferedGradientsPrecision)
-        return ours and is_overridden("configure_gradient_clipping", self.lightning_module, LightningModule)
+        can_clip = isinstance(self.precision_plugin, BufferedGradientsPrecision)
+        return can_clip and is_overridden("configure_gradient_clipping", self.lightning_module, LightningModule)
 
     @override
     def setup_precision_plugin(self) -> None:
@@ -282,10 +166,71 @@ class BufferedGradientsStrategy(ParallelStrategy):
             self.precision_plugin.look_at(self.lightning_module)
 
     @override
+    def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
+        assert self.lightning_module is not None
+        optimizers, schedulers = optimizers_of(self.lightning_module)
+        refuse_optimizers(self.lightning_module, optimizers, schedulers)
+        return optimizers[0], schedulers[0] if schedulers else None
+
+    def take_edits(self) -> None:
+        """Take edits of the weights into the copies that are trained: before a step, or a checkpoint."""
+        if self._edited is not None:
+            self._edited.take()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._edited is not None:
+            self._edited.take_whole()
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self._watched is not None:
+            self._watched.before_backward()
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self._watched is not None:
+            self._watched.after_backward()
+        return loss
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        engine: Any = self.model
+        steps, watched = engine.global_steps, self._watched
+
+        def before_step() -> Any:
+            loss = closure()
+            assert self.lightning_module is not None
+            if watched is not None:
+                if not watched.awaits_step and not self.lightning_module.automatic_optimization:
+                    refuse_own_backward(self.lightning_module)
+                watched.awaits_step = False  # DeepSpeed's step calls zero_grad before it takes the gradients
+            return loss
+
+        output = super().optimizer_step(optimizer, before_step, *args, **kwargs)
+        if self._edited is not None and engine.global_steps != steps:
+            self._edited.remember()
+        return output
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._edited is not None:
+            self._edited.remember()
+        return loaded
+
+    @override
     def teardown(self) -> None:
         if isinstance(self.precision_plugin, BufferedGradientsPrecision):
             self.precision_plugin.look_at(None)
+        self._edited = self._watched = None
         super().teardown()
+
+
+def with_buffered_gradients(plugin: Precision) -> Precision:
+    """Replace a precision plugin that Lightning made by ours; a plugin of the user's own class is kept."""
+    if type(plugin) is DeepSpeedPrecision:
+        return BufferedGradientsPrecision(plugin.precision)  # type: ignore[arg-type]
+    return plugin
 
 
 def _ends_step(module: LightningModule) -> bool:

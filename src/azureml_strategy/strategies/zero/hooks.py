@@ -1,7 +1,7 @@
-"""Refuses hooks and steps that read weights of which ZeRO-3 leaves nothing between forward passes.
+"""Refuses hooks and steps that read weights which ZeRO-3 has cut between forward passes.
 
 DeepSpeed cuts each parameter after its use, and a tensor of no elements remains. Norms of it are 0, averages and copies
-of it are empty, and changes of it change nothing, all of it without an error.
+of it are empty, and changes of it have no effect. No error says so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing_extensions import override
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.zero.construction import is_cut, needs_values
 
-# They are called with what there is to save or load, and Lightning gathers that.
+# These hooks get what there is to save or load, and Lightning gathers that.
 _OF_CHECKPOINTS = ("on_save_checkpoint", "on_load_checkpoint")
 
 _LIBRARIES = ("azureml_strategy.", "deepspeed.", "lightning.")
@@ -32,11 +32,7 @@ _GATHER = (
 
 
 class CutReads(TorchFunctionMode):
-    """While it is active, code of the user's that needs the values of a cut parameter ends in an error.
-
-    Args:
-        hook: what runs.
-        module: has the parameters.
+    """While it is active, code of the user's in a hook that needs the values of a cut parameter ends in an error.
 
     Raises:
         ConfigurationError: there is such code.
@@ -64,7 +60,7 @@ class CutReads(TorchFunctionMode):
 def whole_parameters_alone(module: LightningModule) -> Iterator[None]:
     """Refuse a training step that goes through the module's parameters where DeepSpeed has cut them.
 
-    A penalty on all weights would be one on those that happen to be whole, and the ranks may wait for one another. A
+    A penalty on all weights would count only those that happen to be whole, and the ranks may wait for one another. A
     step may take one parameter, as `next(self.parameters()).device` does: only going on after a cut one is refused.
 
     Raises:
@@ -73,10 +69,10 @@ def whole_parameters_alone(module: LightningModule) -> Iterator[None]:
     every = module.named_parameters
 
     def named_parameters(_: LightningModule, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        ours = _is_of_library(sys._getframe(1))
+        by_library = _is_of_library(sys._getframe(1))
         for name, parameter in every(*args, **kwargs):
             yield name, parameter
-            if is_cut(parameter) and not ours:
+            if is_cut(parameter) and not by_library:
                 raise ConfigurationError(
                     f"training_step of {type(module).__name__} goes through its parameters, and ZeRO-3 has cut {name}: "
                     "a sum over them would be wrong. weight_decay of the optimizer replaces a penalty on all weights; "
@@ -92,7 +88,7 @@ def whole_parameters_alone(module: LightningModule) -> Iterator[None]:
 
 
 def code_that_calls() -> FrameType:
-    """The code that has called torch, seen from a `__torch_function__`: another mode may lie between."""
+    """Return the code that has called torch, from within a `__torch_function__`. Other modes may lie between."""
     frame = sys._getframe(1)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
@@ -100,7 +96,7 @@ def code_that_calls() -> FrameType:
 
 
 def _is_of_library(frame: FrameType | None) -> bool:
-    """Whether a library that knows of cut parameters uses torch, or `state_dict` does, perhaps for buffers."""
+    """Whether a library that knows of cut parameters has called torch, or `state_dict` has, perhaps for buffers."""
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("torch."):
         if frame.f_code.co_name == "state_dict":
             return True
@@ -109,16 +105,11 @@ def _is_of_library(frame: FrameType | None) -> bool:
 
 
 class WatchedHooks:
-    """Refuses reads of cut parameters in the hooks of callbacks and of the module, which Lightning profiles.
-
-    Args:
-        trainer: about to train.
-        module: what it trains.
-    """
+    """Refuses reads of cut parameters in hooks of callbacks and of the module, which Lightning profiles."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._module = module
-        # Set past the profiler's own __setattr__: one that measures may pass on what is set.
+        # Past the profiler's __setattr__: a profiler that wraps another may pass on what is set.
         self._attributes: dict[str, Any] = trainer.profiler.__dict__  # type: ignore[attr-defined]
         self._before = {key: each for key, each in self._attributes.items() if key == "profile"}
         self._profile: Any = trainer.profiler.profile  # type: ignore[attr-defined]
@@ -142,7 +133,7 @@ class WatchedHooks:
                 with CutReads(of, self._module):
                     yield name
             except RuntimeError as error:
-                if "torch.Size([0])" in str(error):  # of load_state_dict, which asks for shapes alone
+                if "torch.Size([0])" in str(error):  # from load_state_dict, which asks for shapes alone
                     raise ConfigurationError(
                         f"{of} loads weights into parameters that ZeRO-3 has cut. {_GATHER}"
                     ) from error

@@ -1,4 +1,4 @@
-"""Refuses, before the first step or at the first one that would be wrong, what DeepSpeed's optimizer cannot do."""
+"""Refuses what DeepSpeed's optimizer cannot do, before the first step or at the first one that would be wrong."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ _RATES = (
 
 
 def refuse_callbacks(callbacks: Iterable[Callback], cuts_parameters: bool) -> None:
-    """Refuse callbacks that change what trains, or that read whole weights where there are none.
-
-    Args:
-        callbacks: the Trainer's.
-        cuts_parameters: whether parameters have no values outside of the forward pass, as in stage 3.
-    """
+    """Refuse callbacks that change what trains, or that read whole weights where stage 3 cuts parameters."""
     for callback in callbacks:
         name = type(callback).__name__
         if isinstance(callback, BaseFinetuning):
@@ -52,7 +47,7 @@ def refuse_callbacks(callbacks: Iterable[Callback], cuts_parameters: bool) -> No
 
 
 def refuse_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:
-    """Refuse what is more than one optimizer of the usual kind."""
+    """Refuse several optimizers or schedulers, and LBFGS."""
     name = type(module).__name__
     if len(optimizers) > 1 or len(schedulers) > 1:
         raise ConfigurationError(
@@ -96,7 +91,7 @@ def refuse_second_backward(module: nn.Module) -> NoReturn:
 
 
 def warn_of_unfilled_steps(trainer: Trainer) -> None:
-    """Warn if the batches of an epoch do not fill whole steps, whose rest Lightning makes a step of its own."""
+    """Warn if the last batches of an epoch do not fill a step. Under other strategies they are a step all the same."""
     batches, accumulated = trainer.num_training_batches, trainer.accumulate_grad_batches
     rest = 0 if isinf(batches) else int(batches) % accumulated
     if rest:
@@ -111,7 +106,7 @@ def warn_of_unfilled_steps(trainer: Trainer) -> None:
 
 
 def refuse_own_backward(module: nn.Module) -> NoReturn:
-    """Refuse a step without a backward pass that DeepSpeed knows of."""
+    """Refuse a step before which DeepSpeed has seen no backward pass."""
     raise ConfigurationError(
         f"{type(module).__name__} steps its optimizer without a backward pass that DeepSpeed knows of: it reduces "
         "gradients in its own. Call self.manual_backward(loss) instead of loss.backward(), before each step."
@@ -119,7 +114,7 @@ def refuse_own_backward(module: nn.Module) -> NoReturn:
 
 
 def refuse_group(*_: Any) -> NoReturn:
-    """Stand for `add_param_group` of DeepSpeed's optimizers, which have none."""
+    """Take the place of `add_param_group` in DeepSpeed's optimizers that have none."""
     raise ConfigurationError(
         "A parameter group was added after the start, but DeepSpeed has laid out the memory of all that trains when it "
         f"started. Make all layers in __init__ or configure_model. {_RATES}"
@@ -131,18 +126,18 @@ class StartingParameters:
 
     Args:
         module: about to be trained.
-        optimizer: of torch, before DeepSpeed has it; None if DeepSpeed makes its own, of all parameters that train.
+        optimizer: torch's, before DeepSpeed has it; None if DeepSpeed makes its own, of all parameters that train.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None) -> None:
         groups = [] if optimizer is None else optimizer.param_groups
         ids = {id(each) for group in groups for each in group["params"]}
-        named = [(name, each) for name, each in module.named_parameters() if optimizer is None or id(each) in ids]
-        self._names, self._parameters = [name for name, _ in named], [each for _, each in named]
+        named = module.named_parameters()
+        self._named = [(name, each) for name, each in named if optimizer is None or id(each) in ids]
         self._trained = self._now()
 
     def require_same(self) -> None:
-        """Check that it is the same now."""
+        """Check that the same parameters require gradients now."""
         changes = self.changes()
         if changes is not None:
             raise ConfigurationError(changes)
@@ -154,7 +149,7 @@ class StartingParameters:
             return None
         changed = [
             f"{name} was {'un' if trains else ''}frozen"
-            for name, trains, trained in zip(self._names, now, self._trained, strict=True)
+            for (name, _), trains, trained in zip(self._named, now, self._trained, strict=True)
             if trains != trained
         ]
         more = f" and {len(changed) - 3} more changed" if len(changed) > 3 else ""
@@ -165,4 +160,4 @@ class StartingParameters:
         )
 
     def _now(self) -> list[bool]:
-        return [each.requires_grad for each in self._parameters]
+        return [each.requires_grad for _, each in self._named]

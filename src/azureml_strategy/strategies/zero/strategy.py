@@ -10,6 +10,7 @@ from typing import Any, Literal
 from warnings import catch_warnings, filterwarnings
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.nn import Module
@@ -35,6 +36,7 @@ from azureml_strategy.strategies.zero.config import (
     strategy_arguments,
 )
 from azureml_strategy.strategies.zero.construction import Construction, place_all_but_parameters
+from azureml_strategy.strategies.zero.gradients import with_buffered_gradients
 from azureml_strategy.strategies.zero.hooks import WatchedHooks, whole_parameters_alone
 from azureml_strategy.strategies.zero.refusals import (
     StartingParameters,
@@ -42,6 +44,7 @@ from azureml_strategy.strategies.zero.refusals import (
     refuse_scalars,
     warn_of_unfilled_steps,
 )
+from azureml_strategy.strategies.zero.watched_engine import WatchedEngine
 
 # DeepSpeed's names for the styles of a plan.
 _PARTITIONS: dict[str, dict[str, Any]] = {
@@ -52,29 +55,26 @@ _PARTITIONS: dict[str, dict[str, Any]] = {
 
 
 def agreed_size(config: Mapping[str, Any], asked: int) -> int:
-    """Return how many ranks share each matrix, from the configuration or the argument.
+    """Return how many ranks share each matrix, from DeepSpeed's configuration or the argument.
 
     Args:
-        config: DeepSpeed's configuration; it may have a `tensor_parallel` section.
+        config: it may have a `tensor_parallel` section.
         asked: the argument; 1 if it was left out.
 
     Raises:
         ConfigurationError: the two contradict each other.
     """
-    said = config.get("tensor_parallel", {}).get("autotp_size") or asked
-    if asked not in (1, said):
+    size = config.get("tensor_parallel", {}).get("autotp_size") or asked
+    if asked not in (1, size):
         raise ConfigurationError(
-            f"tensor_parallel_size={asked}, but the DeepSpeed configuration says autotp_size={said}. "
+            f"tensor_parallel_size={asked}, but the DeepSpeed configuration says autotp_size={size}. "
             "Leave one of them out."
         )
-    return int(said)
+    return int(size)
 
 
 def section(module: nn.Module) -> dict[str, Any]:
-    """Return the `tensor_parallel` section with which DeepSpeed cuts the module's matrices.
-
-    Args:
-        module: its `tensor_parallel_plan()` maps patterns of layer names to styles.
+    """Return the `tensor_parallel` section with which DeepSpeed cuts matrices by the module's `tensor_parallel_plan`.
 
     Raises:
         ConfigurationError: the module has no such method (MissingPlanError), or DeepSpeed lacks one of the styles.
@@ -97,13 +97,6 @@ def section(module: nn.Module) -> dict[str, Any]:
         layers = re.escape(pattern).replace(r"\*", r"[^.]+")
         specs.append({"patterns": [rf"(.*\.)?{layers}\.(weight|bias)$"], **_PARTITIONS[style]})
     return {"partition_config": {"use_default_specs": False, "layer_specs": specs}}
-
-
-def cut_layers(module: nn.Module) -> list[nn.Module]:
-    """List the layers of a module that DeepSpeed has cut."""
-    from deepspeed.module_inject.layers import TensorParallel_Layer
-
-    return [each for each in module.modules() if isinstance(each, TensorParallel_Layer)]
 
 
 def check_divides(world_size: int, size: int) -> None:
@@ -179,8 +172,12 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         require_compiler(self.config)
         self._construction = Construction()
         self._hooks: WatchedHooks | None = None
-        # Those before and after `scale_gradients`, until the step.
+        # The loss scales before and after `scale_gradients`, until the step.
         self._loss_scales: tuple[float, float] | None = None
+
+    @override
+    def adapt_precision(self, plugin: Precision) -> Precision:
+        return with_buffered_gradients(plugin)
 
     @override
     def setup_environment(self) -> None:
@@ -194,7 +191,7 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         if self.lightning_module is not None:
-            # It asks the user for a loader, whose tensors are not to be made on the GPU, as those of a model are.
+            # This asks the user for a loader. Its tensors must not be made on the GPU, as those of a model are inside.
             self._init_config_if_needed()
         with super().tensor_init_context(empty_init):
             yield
@@ -221,7 +218,7 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
     def init_deepspeed(self) -> None:
         with catch_warnings():
             if self.clips_by_hook:
-                # It says that the hook cannot clip, which here it can.
+                # It says that the hook cannot clip. Here it can.
                 filterwarnings("ignore", "Since DeepSpeed handles gradient clipping internally")
             super().init_deepspeed()
         assert self.lightning_module is not None
@@ -290,8 +287,8 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         if self.precision_plugin.precision.startswith("bf16"):
             add_up_precisely(self.config, trainer.accumulate_grad_batches)
         if self._tensor_parallel_size > 1:
-            own = self.config.get("tensor_parallel") or section(self.lightning_module)
-            self.config["tensor_parallel"] = {**own, "autotp_size": self._tensor_parallel_size}
+            cuts = self.config.get("tensor_parallel") or section(self.lightning_module)
+            self.config["tensor_parallel"] = {**cuts, "autotp_size": self._tensor_parallel_size}
         if self.clips_by_hook and trainer.gradient_clip_val is not None:
             self.config["gradient_clipping"] = 0.0
         super()._format_batch_size_and_grad_accum_config()
@@ -310,16 +307,20 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         refuse_scalars(model)
         starting = StartingParameters(model, optimizer)
         engine, optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
-        self.begin_training(starting, engine)
+        assert self.lightning_module is not None
+        self._watched = WatchedEngine(engine, self.lightning_module, starting)
+        self._edited = self._watched.edited
         if self.zero_stage_3:
-            assert self.lightning_module is not None
             self._hooks = WatchedHooks(self.lightning_module.trainer, self.lightning_module)
         if self._tensor_parallel_size > 1:
+            from deepspeed.module_inject.layers import TensorParallel_Layer
+
             # DeepSpeed checks that ranks read the same samples, but cannot compare a batch inside the arguments of a
             # step. Here the sampler makes sure of it.
             engine.first_dataloader_check.remove()
-            for layer in cut_layers(engine.module):
-                refuse_second_derivatives(layer)
+            for layer in engine.module.modules():
+                if isinstance(layer, TensorParallel_Layer):
+                    refuse_second_derivatives(layer)
         return engine, optimizer
 
     @override
@@ -332,9 +333,9 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
-        # By hand, the step has DeepSpeed and our functions for gradients go through the parameters too.
-        watched = self.zero_stage_3 and module.automatic_optimization
-        with whole_parameters_alone(module) if watched else nullcontext():
+        # A step by manual optimization contains DeepSpeed's and our own code that goes through the parameters.
+        refuses = self.zero_stage_3 and module.automatic_optimization
+        with whole_parameters_alone(module) if refuses else nullcontext():
             return super().training_step(*args, **kwargs)
 
     @override
@@ -345,10 +346,10 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
 
     @override
     def scale_gradients(self, factor: Tensor) -> None:
-        # DeepSpeed keeps the gradients to itself, and divides them by this number before it clips them. It waits for
+        # DeepSpeed keeps the gradients to itself, and divides them by the loss scale before it clips them. It waits for
         # the GPU in each step anyway.
         optimizer = self._optimizer_of_engine
-        if not hasattr(optimizer, "loss_scale"):  # that of bf16 with gradients in float32 has none, but shows these
+        if not hasattr(optimizer, "loss_scale"):  # the optimizer of bf16 with gradients in float32 shows these instead
             for gradients in optimizer.fp32_groups_gradients_flat:
                 gradients.mul_(factor)
             return
@@ -361,7 +362,7 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         output = super().optimizer_step(*args, **kwargs)
         if self._loss_scales is not None:
             (given, scaled), self._loss_scales = self._loss_scales, None
-            # In float16 the step may have changed it: halved after an overflow, doubled after many steps without one.
+            # In float16 the step may have halved it after an overflow, or doubled it after many steps without one.
             optimizer = self._optimizer_of_engine
             optimizer.loss_scale = given * (float(optimizer.loss_scale) / scaled)
         return output

@@ -1,5 +1,5 @@
-"""Watches an engine of DeepSpeed for steps that it would take wrongly, and brings weights that hooks change between
-steps to the copies that DeepSpeed trains.
+"""Watches DeepSpeed's engines for steps that they would take wrongly, and takes weights that hooks change between steps
+into the copies that DeepSpeed trains.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from azureml_strategy.strategies.zero.refusals import StartingParameters, refuse
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-# Numbers that are compared at once: their temporary memory is small beside a step's own.
+# At most this many numbers are compared at once: their temporary memory is small beside a step's own.
 _CHUNK = 2**24
 _SMALL = 2**16
 
@@ -40,9 +40,6 @@ class EditedWeights:
 
     A number of a parameter that differs from its rounded copy was edited, unless the copy itself was set since the
     last step, as `deepspeed.utils.safe_set_full_fp32_param` does. Other numbers of the copy keep their digits.
-
-    Args:
-        engine: DeepSpeed's, of a training.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
@@ -62,36 +59,36 @@ class EditedWeights:
                 parameter.data = view
         self.take_whole()
         for index, (part, copy) in enumerate(trained_copies(self._engine)):
-            own = _mark([copy]) == self._marks[index]
+            unset = _mark([copy]) == self._marks[index]
             for values, trained in zip(torch.split(part, _CHUNK), torch.split(copy, _CHUNK), strict=True):
-                edited = own & (values != trained.to(values.dtype))
+                edited = unset & (values != trained.to(values.dtype))
                 trained.copy_(torch.where(edited, values.to(trained.dtype), trained))
-            self._marks[index] = torch.where(own, _mark([copy]), self._marks[index])
+            self._marks[index] = torch.where(unset, _mark([copy]), self._marks[index])
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Note the copies as they are, after a step, or after a checkpoint was loaded."""
+        """Note what the copies hold, after a step, or after a checkpoint was loaded."""
         self._marks = [_mark([copy]) for _, copy in trained_copies(self._engine)]
         self._mark_of_persistent = self._of_persistent()
 
     @torch.no_grad()
     def take_whole(self) -> None:
         """Take edits of whole parameters of ZeRO 3 into their parts, before a forward pass lets go of some."""
-        own = self._of_persistent() == self._mark_of_persistent
+        unset = self._of_persistent() == self._mark_of_persistent
         pairs = [part_of_whole(each) for each in filter(is_whole, persistent_parameters(self._engine))]
         if pairs:
             # There may be hundreds of them. A few operations for all take the host less time than two for each.
             values, parts = zip(*pairs, strict=True)
-            taken = torch.where(own, torch.cat(values), torch.cat(parts))
+            taken = torch.where(unset, torch.cat(values), torch.cat(parts))
             torch._foreach_copy_(parts, torch.split(taken, [each.numel() for each in parts]))
-        self._mark_of_persistent = torch.where(own, self._of_persistent(), self._mark_of_persistent)
+        self._mark_of_persistent = torch.where(unset, self._of_persistent(), self._mark_of_persistent)
 
     def _of_persistent(self) -> Tensor:
         return _mark([each.ds_tensor for each in persistent_parameters(self._engine)])  # type: ignore[attr-defined]
 
 
 def _mark(copies: list[Tensor]) -> Tensor:
-    """Return a number that changes with the tensors. A sum of bits is one also beside NaN, as padding may be."""
+    """Return a number that changes with the tensors: a sum of their bits, as values may be NaN, also in padding."""
     bits = [each.view(INTEGERS[each.itemsize]).flatten() for each in copies]
     small = [each for each in bits if each.numel() <= _SMALL]
     parts = [torch.cat(small)] if small else []
@@ -100,30 +97,34 @@ def _mark(copies: list[Tensor]) -> Tensor:
 
 
 class WatchedEngine:
-    """An engine, and whether it awaits a step.
+    """An engine of DeepSpeed's in a training, which may await a step.
 
     Args:
-        engine: DeepSpeed's, of a training.
+        engine: DeepSpeed's.
         module: inside of it.
         starting: what trained before the engine was made.
-        beside: all engines of the strategy.
 
     Attributes:
-        engine: as given.
         awaits_step: whether a backward pass came after the last step.
         edited: edits of the weights between steps.
     """
 
-    def __init__(
-        self, engine: Any, module: nn.Module, starting: StartingParameters, beside: Mapping[nn.Module, WatchedEngine]
-    ) -> None:
-        self.engine, self._module, self._starting, self._beside = engine, module, starting, beside
+    def __init__(self, engine: Any, module: nn.Module, starting: StartingParameters) -> None:
+        self.engine, self._module, self._starting = engine, module, starting
         self.awaits_step = self._in_backward = False
         self._earlier: dict[int, list[Tensor]] = {}
         self.edited = EditedWeights(engine)
-        self._watch_optimizer()
-        engine.register_forward_pre_hook(lambda *_: self.edited.take_whole())
-        engine.register_forward_hook(self._watch_outputs)
+        optimizer, forget = engine.optimizer, engine.optimizer.zero_grad
+
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            if self.awaits_step:
+                discard_gradients(engine)
+                self.awaits_step = False
+            forget(*args, **kwargs)
+
+        optimizer.zero_grad = zero_grad
+        if not hasattr(optimizer, "add_param_group"):
+            optimizer.add_param_group = refuse_group
 
     def before_backward(self) -> None:
         """Prepare for a backward pass.
@@ -143,29 +144,21 @@ class WatchedEngine:
         self._earlier, self._in_backward = {}, False
         self.awaits_step = True
 
-    def before_step(self) -> None:
-        """Prepare for a step. DeepSpeed's calls `zero_grad` before it takes the gradients."""
-        self.awaits_step = False
-        self.edited.take()
 
-    def after_step(self) -> None:
-        """Note that a step is done."""
-        self.edited.remember()
+class FabricEngine(WatchedEngine):
+    """One of the engines that a loop under Fabric calls. `beside` are all engines of the strategy."""
 
-    def _watch_optimizer(self) -> None:
-        optimizer = self.engine.optimizer
-        own: Any = type(optimizer)
-
-        def zero_grad(_: object, *args: Any, **kwargs: Any) -> None:
-            if self.awaits_step:
-                discard_gradients(self.engine)
-                self.awaits_step = False
-            own.zero_grad(optimizer, *args, **kwargs)
-
+    def __init__(
+        self, engine: Any, module: nn.Module, starting: StartingParameters, beside: Mapping[nn.Module, FabricEngine]
+    ) -> None:
+        super().__init__(engine, module, starting)
+        self._beside = beside
+        kind, zero_grad = type(engine.optimizer), engine.optimizer.zero_grad
         # Fabric's wrapper calls the method of the class, past one of the instance.
-        optimizer.__class__ = type(own.__name__, (own,), {"zero_grad": zero_grad, "__module__": own.__module__})
-        if not hasattr(optimizer, "add_param_group"):
-            optimizer.add_param_group = refuse_group
+        members = {"zero_grad": lambda _, *args, **kwargs: zero_grad(*args, **kwargs), "__module__": kind.__module__}
+        engine.optimizer.__class__ = type(kind.__name__, (kind,), members)
+        engine.register_forward_pre_hook(lambda *_: self.edited.take_whole())
+        engine.register_forward_hook(self._watch_outputs)
 
     def _watch_outputs(self, engine: nn.Module, inputs: object, outputs: Any) -> None:
         def watch(output: Tensor) -> Tensor:
