@@ -1,4 +1,4 @@
-"""DDP over parameters that change: frozen, unfrozen or added later, or left out by a step."""
+"""DDP over parameters that change: they are frozen, unfrozen or added later, or a step leaves them out."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import copyreg
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -18,9 +16,9 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-# Steps for which a wrapper is kept after its last one. Two networks that train in turn come back to theirs at once.
+# A wrapper is kept for so many steps after its last one. Two networks that train in turn come back to theirs at once.
 _KEPT_STEPS = 16
-# And how many are kept at most, the last used: each has memory for the gradients of what it averages.
+# At most so many are kept, the last used ones: each has memory for the gradients that it averages.
 _KEPT_SETS = 4
 _MISSING = re.compile(r"indices which did not receive grad for rank \d+\s*:([^\n]*)")
 
@@ -29,20 +27,18 @@ class CompletingDDP(DistributedDataParallel):
     """DDP whose backward pass averages all gradients, although it has not reached all parameters.
 
     torch's reducer waits for a gradient of each parameter that was trainable when it was made. If one is missing, it
-    leaves gradients as they are on each rank, and the next step raises an error. Here the parameters that are missing
-    at the end of a backward pass are told to the reducer as ready, with what they have accumulated before. It takes no
-    search through the graph before the pass, as `find_unused_parameters` does. The ranks agree after each pass on which
-    parameters any of them has used; only a rank that has left some out waits for it.
-
-    Args:
-        arguments: of `DistributedDataParallel`.
+    leaves gradients as they are on each rank, and the next step raises an error. Here the missing parameters are
+    reported to the reducer as ready at the end of the pass, with the gradients that they have accumulated before. No
+    search through the graph is needed before the pass, as `find_unused_parameters` makes one. After each pass the ranks
+    agree on which parameters any of them has used. Only a rank that has left some out waits for the answer.
 
     Attributes:
         reduced: the parameters whose gradients it averages, in the reducer's order.
-        equal: the parameters of which all ranks have got the first one's values.
+        equal: the parameters that have the first rank's values on all ranks.
         has_reduced: whether there was a backward pass.
         awaits_backward: whether the reducer expects a backward pass that has not come yet; set by the caller of the
             forward pass.
+        last_step: the step in which it was last used, once another wrapper has replaced it; see `Wrappers`.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -50,6 +46,7 @@ class CompletingDDP(DistributedDataParallel):
         self.reduced: list[nn.Parameter] = self._build_params_for_reducer()[0]  # type: ignore[no-untyped-call]
         self.equal: list[nn.Parameter] = list(self.module.parameters())
         self.has_reduced = self.awaits_backward = False
+        self.last_step = 0
         self._all_used: Tensor | None = None
 
     def complete_after(self, loss: Tensor) -> None:
@@ -66,7 +63,7 @@ class CompletingDDP(DistributedDataParallel):
             self.awaits_backward = False
             return
         # The engine runs these callbacks at the end of the pass, in the order in which they were queued. The reducer
-        # queues its own while the pass runs, so that it comes before the second one.
+        # queues its own while the pass runs, so it comes before the one that is queued at the end.
         _at_end_of_pass(lambda: _at_end_of_pass(self._complete))
 
     def _complete(self) -> None:
@@ -78,24 +75,24 @@ class CompletingDDP(DistributedDataParallel):
         without = [index for index in missing if self.reduced[index].grad is None]
         for index in missing:
             reducer._autograd_hook(index)
-        # With find_unused_parameters the reducer does so itself; with `join`, ranks that have ended take no part.
+        # With find_unused_parameters the reducer does the same. With `join`, ranks that have ended would take no part.
         if not (self.find_unused_parameters or self._join_config.enable):
             _at_end_of_pass(lambda: self._leave_unused(without))
 
     def _leave_unused(self, without: list[int]) -> None:
         """Remove the zero gradients of parameters that no rank has used, so that an optimizer passes over them.
 
-        A parameter with a gradient of zeros would still move by momentum and decay. The ranks must agree on it, as a
+        A parameter with a gradient of zeros would still move by momentum and decay. The ranks must agree, because a
         parameter that another rank has used may have a gradient of zeros too.
 
         Args:
-            without: the indices of the parameters that had no gradient on this rank.
+            without: indices of the parameters that had no gradient on this rank.
         """
         if self._all_used is None:
             self._all_used = torch.ones(len(self.reduced), dtype=torch.int32, device=self.reduced[0].device)
         if not without:
             if self.process_group.size() > 1:
-                # It stays what it is. Only ranks that have left some out read theirs.
+                # The ones stay ones, so this rank need not wait. Only ranks that have left some out read the result.
                 dist.all_reduce(self._all_used, dist.ReduceOp.MAX, group=self.process_group, async_op=True)
             return
         used = self._all_used.clone()
@@ -107,122 +104,107 @@ class CompletingDDP(DistributedDataParallel):
             if not of_all[index]:
                 self.reduced[index].grad = None
 
-    def hand_over(self) -> None:
-        """Leave gradients to another wrapper."""
-        if self.awaits_backward:  # a step without a loss, which Lightning allows on one rank
-            self.expect_nothing()
-
     def expect_nothing(self) -> None:
-        """Tell the reducer that no backward pass comes of the last forward pass."""
+        """Tell the reducer that no backward pass follows the last forward pass."""
         self.reducer._reset_state()
         self.awaits_backward = False
 
     def release(self) -> None:
         """Take the reducer's hooks off the parameters.
 
-        Without this they would end with the last reference to DDP, and as long as a callback holds one, each gradient
-        would be sent once more.
+        Otherwise they stay until the last reference to DDP ends. As long as a callback holds one, each gradient would
+        be sent once more.
         """
         del self.reducer, self.logger
-
-
-@dataclass
-class _Kept:
-    """A wrapper, and the step of its last use."""
-
-    ddp: CompletingDDP
-    step: int
 
 
 class Wrappers:
     """DDP around a module, one for each set of parameters that trains.
 
     torch's reducer knows only the parameters that were trainable when it was made, and leaves the others to each rank.
-    So another set has a wrapper of its own, made when the set first trains. Gradients that have been accumulated go on
-    in the next wrapper's memory: a reducer copies what it does not find in its own.
+    So each set has a wrapper of its own, made when the set first trains. Accumulated gradients move into the next
+    wrapper's memory: a reducer copies gradients that do not lie in its own.
 
     Args:
         first: around the module, just made.
-        wrap: makes another one; told whether ranks may have unequal parameters, which the first rank then gives all.
+        wrap: makes another one. Its argument is whether ranks may have unequal parameters: then all get the first
+            rank's.
     """
 
     def __init__(self, first: CompletingDDP, wrap: Callable[[bool], CompletingDDP]) -> None:
         self._module: nn.Module = first.module
         self._wrap = wrap
         self._parameters = list(self._module.parameters())
-        self._equal = {id(each) for each in self._parameters}  # those that all ranks have alike
+        self._equal = {id(each) for each in self._parameters}  # those with the same values on all ranks
         self._key = self._trained()
-        self._kept = {self._key: _Kept(first, 0)}
+        self._kept = {self._key: first}  # the last used is the last
         self._step = 0
-        self._seen: tuple[list[bool], list[int]] | None = None
+        self._known: tuple[list[bool], list[int]] | None = None
 
     @property
     def current(self) -> CompletingDDP:
-        """The wrapper of the parameters that trained when this was last asked."""
-        return self._kept[self._key].ddp
+        """The wrapper that was last chosen."""
+        return self._kept[self._key]
 
     def begin_step(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Choose the wrapper before the forward pass, a collective if there are new parameters.
+        """Choose the wrapper before the forward pass, and return whether it is another one.
 
-        Returns:
-            Whether it is another one.
+        A collective if there are new parameters.
         """
+        changed = self.choose(optimizers, between_steps=True)
         self._step += 1
-        changed = self._choose(optimizers, between_steps=True)
-        self._kept[self._key].step = self._step
-        for key in [key for key, each in self._kept.items() if each.step < self._step - _KEPT_STEPS]:
-            self._kept.pop(key).ddp.release()
+        for key, each in list(self._kept.items()):
+            if key != self._key and each.last_step < self._step - _KEPT_STEPS:
+                self._kept.pop(key).release()
         return changed
 
-    def begin_backward(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Choose the wrapper before a backward pass: a step may toggle parameters.
+    def average(self, optimizers: Sequence[Optimizer], also_reduced: bool) -> None:
+        """Average the gradients of parameters that were frozen or unfrozen within a step, which no reducer averages.
 
-        Returns:
-            Whether it is another one.
+        Args:
+            optimizers: whose parameters are meant.
+            also_reduced: average those of the reducer too. If it has averaged them already, they stay as they are.
         """
-        changed = self._choose(optimizers, between_steps=False)
-        self._kept[self._key].step = self._step
-        return changed
-
-    def average_others(self, optimizers: Sequence[Optimizer]) -> None:
-        """Average the gradients that no reducer has averaged: of parameters frozen or unfrozen within a step."""
         ddp = self.current
-        reduced = {id(each) for each in ddp.reduced}
-        others = [each for each in optimized(optimizers) if id(each) not in reduced]
-        average(self._not_ignored(others), ddp)
-
-    def average_all(self, optimizers: Sequence[Optimizer]) -> None:
-        """Average all gradients, whoever has done so before, which changes nothing."""
-        average(self._not_ignored(list(optimized(optimizers))), self.current)
+        left = set[int]() if also_reduced else {id(each) for each in ddp.reduced}
+        if names := ddp.parameters_to_ignore:
+            left |= {id(each) for name, each in self._module.named_parameters() if name in names}
+        average((each for each in optimized(optimizers) if id(each) not in left), ddp)
 
     def release(self) -> None:
         """End all wrappers."""
         for each in self._kept.values():
-            each.ddp.release()
+            each.release()
         self._kept = {}
 
-    def _choose(self, optimizers: Sequence[Optimizer], between_steps: bool) -> bool:
-        if self._signature(optimizers) == self._seen:
+    def choose(self, optimizers: Sequence[Optimizer], between_steps: bool) -> bool:
+        """Choose the wrapper of the parameters that train now, and return whether it is another one.
+
+        A step may toggle parameters, so this is called before each backward pass too, with `between_steps=False`.
+        """
+        if self._signature(optimizers) == self._known:
             return False
         self._parameters = list(self._module.parameters())
         key = self._trained()
         added = not self._equal.issuperset(key)
         # Within a step the graph holds the parameters' values, which a broadcast would change: wait for the next step.
-        self._seen = None if added and not between_steps else self._signature(optimizers)
+        self._known = None if added and not between_steps else self._signature(optimizers)
         if between_steps:
             self._equal = {id(each) for each in self._parameters} & (self._equal | {*key})
         equalize = added and between_steps
         if not key or (key == self._key and not equalize):
             return False
-        self.current.hand_over()
+        if self.current.awaits_backward:  # a step without a loss, which Lightning allows on one rank
+            self.current.expect_nothing()
+        self.current.last_step = self._step
         if equalize and key in self._kept:
-            self._kept.pop(key).ddp.release()
+            self._kept.pop(key).release()
         if key not in self._kept:
             if len(self._kept) >= _KEPT_SETS:  # the one that has not been used for longest goes
-                self._kept.pop(next(key for key in self._kept if key != self._key)).ddp.release()
-            self._kept[key] = _Kept(self._wrap(equalize), self._step)
+                self._kept.pop(next(key for key in self._kept if key != self._key)).release()
+            self._kept[key] = self._wrap(equalize)
         self._key = key
-        self._kept[key] = self._kept.pop(key)  # the last used is the last
+        self._kept[key] = self._kept.pop(key)
         return True
 
     def _signature(self, optimizers: Sequence[Optimizer]) -> tuple[list[bool], list[int]]:
@@ -235,24 +217,16 @@ class Wrappers:
     def _trained(self) -> tuple[int, ...]:
         return tuple(id(each) for each in self._parameters if each.requires_grad)
 
-    def _not_ignored(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Those that the user has not told DDP to ignore."""
-        names = self.current.parameters_to_ignore
-        if not parameters or not names:
-            return parameters
-        ignored = {id(each) for name, each in self._module.named_parameters() if name in names}
-        return [each for each in parameters if id(each) not in ignored]
-
 
 def average(parameters: Iterable[nn.Parameter], ddp: DistributedDataParallel) -> None:
     """Average the gradients of parameters over the ranks of a wrapper; a collective unless there are none.
 
-    Ranks may have gone through different layers. They agree first on which parameters any of them has a gradient of;
-    a rank without one gives zeros.
+    Ranks may have gone through different layers. First they agree on which parameters have a gradient on any rank. A
+    rank without one gives zeros.
 
     Args:
         parameters: the same on all ranks, in the same order.
-        ddp: the wrapper.
+        ddp: whose process group is used.
     """
     shared, group = list(parameters), ddp.process_group
     if not shared or group.size() == 1:
@@ -267,24 +241,14 @@ def average(parameters: Iterable[nn.Parameter], ddp: DistributedDataParallel) ->
         parameter.grad.div_(group.size())
 
 
-@contextmanager
-def after_each_backward(call: Callable[[], None]) -> Iterator[None]:
-    """Call a function at the end of each backward pass in this context, a plain `loss.backward()` too."""
-    end = follow_backward_passes(lambda: call)
-    try:
-        yield
-    finally:
-        end()
-
-
 def follow_backward_passes(begin: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-    """Follow each backward pass from now on, a plain `loss.backward()` too, but not those within one.
+    """Follow each backward pass from now on, a plain `loss.backward()` too, but not those within another one.
 
     Args:
-        begin: called before a pass; what it returns is called after it, unless the pass ends in an error.
+        begin: called before a pass. It returns a function that is called after the pass, unless that raises.
 
     Returns:
-        What ends this. Whoever began later must have ended before.
+        A function that ends this. A caller that began later must end earlier.
     """
     backward, runs = torch.autograd.backward, False
 
@@ -320,7 +284,7 @@ def _at_end_of_pass(function: Callable[[], None]) -> None:
 
 
 def _missing(reducer: Any) -> list[int]:
-    """Return the indices of the parameters that a reducer still waits for. torch has them only in an error message."""
+    """Return the indices of the parameters that a reducer still waits for. torch says them only in an error message."""
     try:
         reducer._check_reducer_finalized()
     except RuntimeError as error:
@@ -342,7 +306,7 @@ def for_each_parameter(
         call: is called in the same order on all ranks.
     """
     known: set[nn.Parameter] = set()
-    own: Any = type(optimizer)
+    given_class: Any = type(optimizer)
 
     def call_with_new() -> None:
         for each in find(optimizer):
@@ -351,14 +315,14 @@ def for_each_parameter(
                 call(each)
 
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-        own.add_param_group(self, param_group)
+        given_class.add_param_group(self, param_group)
         call_with_new()
 
-    def reduce_to_own_class(self: Optimizer, protocol: Any) -> Any:  # of a copy, or in a file
-        _, _, *state = own.__reduce_ex__(self, protocol)
-        return (copyreg.__newobj__, (own,), *state)  # type: ignore[attr-defined]
+    def reduce_to_given_class(self: Optimizer, protocol: Any) -> Any:  # a copy and a pickle have no new class
+        _, _, *state = given_class.__reduce_ex__(self, protocol)
+        return (copyreg.__newobj__, (given_class,), *state)  # type: ignore[attr-defined]
 
     call_with_new()
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    methods = {"add_param_group": add_param_group, "__reduce_ex__": reduce_to_own_class}
-    optimizer.__class__ = type(own.__name__, (own,), {**names, **methods})
+    names = {name: getattr(given_class, name) for name in ("__module__", "__qualname__", "__doc__")}
+    methods = {"add_param_group": add_param_group, "__reduce_ex__": reduce_to_given_class}
+    optimizer.__class__ = type(given_class.__name__, (given_class,), {**names, **methods})

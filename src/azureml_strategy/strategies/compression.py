@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal, TypeGuard
 
@@ -14,24 +15,21 @@ from azureml_strategy.strategies.errors import ConfigurationError
 
 Compression = Literal["bf16", "fp16", "powersgd"]
 Hook = Callable[..., Any]
-_HALF_HOOKS: dict[str, Hook] = {
-    "bf16": default_hooks.bf16_compress_hook,
-    "fp16": default_hooks.fp16_compress_hook,
-}
-# PowerSGD starts with exact all-reduces, so that momentum and the bucket layout settle. DDP rebuilds its buckets after
-# the first step, and PowerSGD keeps its error feedback per bucket, so torch accepts no less than 2.
+_HALF_HOOKS: dict[str, Hook] = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+# PowerSGD starts with exact all-reduces, so that momentum and the layout of buckets settle. DDP rebuilds its buckets
+# after the first step, and PowerSGD keeps its errors per bucket, so torch accepts no less than 2.
 _POWERSGD_EXACT_STEPS = 10
 
 
 def on_any_backend(hook: Hook) -> Hook:
-    """Wrap a hook so that torch accepts it on every backend, and it is right there.
+    """Wrap a hook so that torch accepts it on every backend, and it works there.
 
-    Torch refuses hooks named bf16_compress_* unless it finds NCCL, and checks only the name. Gloo sums bfloat16 too,
+    torch refuses hooks named bf16_compress_* unless it finds NCCL, and checks only the name. gloo sums bfloat16 too,
     and so does every NCCL that torch 2.6 and later ships.
 
-    PowerSGD sends a second time when the first has arrived. On a CPU this is decided on gloo's threads, so that with
-    several buckets under way the ranks would call collectives in unequal orders, and wait for ever. There each bucket
-    is finished before the next begins.
+    PowerSGD sends a second time when the first has arrived. On a CPU it does so on gloo's threads. With several buckets
+    under way, the ranks would call collectives in unequal orders and wait for ever. So there each bucket is finished
+    before the next begins.
     """
 
     def hook_on_any_backend(state: Any, bucket: Any) -> Any:
@@ -73,45 +71,30 @@ def communication_hook(
         raise ConfigurationError(
             f"powersgd_rank={rank} gives matrices without columns. Use 1 or more; 1 to 4 are usual."
         )
-    state = PowerSGDState(
-        process_group=group,
-        matrix_approximation_rank=rank,
-        start_powerSGD_iter=exact_steps,
-        use_error_feedback=True,
-        warm_start=True,
-    )
-    return state, powerSGD_hook
+    return PowerSGDState(group, rank, exact_steps, use_error_feedback=True, warm_start=True), powerSGD_hook
 
 
 def was_used(state: object | None) -> TypeGuard[PowerSGDState]:
-    """Whether PowerSGD has sent by this state."""
+    """Whether a state is PowerSGD's, and has sent gradients."""
     return isinstance(state, PowerSGDState) and state.iter > 0
 
 
 def for_other_buckets(state: object | None) -> object | None:
-    """Return a state of a hook for other buckets than it has seen: another one for PowerSGD, else the same.
+    """Return the state of a hook for other buckets: a new one for PowerSGD, otherwise the same.
 
-    PowerSGD keeps errors and factors by the buckets' numbers, and begins with exact steps while they settle.
+    PowerSGD keeps errors and factors by the numbers of buckets, and begins with exact steps while these settle.
     """
     if not isinstance(state, PowerSGDState):
         return state
-    other = PowerSGDState(
-        process_group=state.process_group,
-        matrix_approximation_rank=state.matrix_approximation_rank,
-        start_powerSGD_iter=state.start_powerSGD_iter,
-        min_compression_rate=state.min_compression_rate,
-        use_error_feedback=state.use_error_feedback,
-        warm_start=state.warm_start,
-        orthogonalization_epsilon=state.orthogonalization_epsilon,
-        compression_stats_logging_frequency=state.compression_stats_logging_frequency,
-        batch_tensors_with_same_shape=state.batch_tensors_with_same_shape,
-    )
-    other.rng = state.rng  # which the user may have seeded
+    # Its arguments are its attributes, except `random_seed`, of which it has made `rng`.
+    names = inspect.signature(PowerSGDState).parameters
+    other = PowerSGDState(**{name: getattr(state, name) for name in names if hasattr(state, name)})
+    other.rng = state.rng
     return other
 
 
 def warn_of_used(state: object | None) -> None:
-    """Warn of a state of PowerSGD that the user has kept from another training, in a file or in memory."""
+    """Warn of a state of PowerSGD from another training, which the user has kept in a file or in memory."""
     if was_used(state):
         rank_zero_warn(
             f"The PowerSGDState of ddp_comm_state has sent the gradients of {state.iter:,} steps. It keeps errors and "
@@ -122,7 +105,7 @@ def warn_of_used(state: object | None) -> None:
 
 
 def report_lost_errors(state: object | None, step: int) -> None:
-    """Say that PowerSGD goes on from a step without the errors of the steps before."""
+    """Report that PowerSGD goes on from a step without the errors of the steps before."""
     if step > 0 and isinstance(state, PowerSGDState):
         rank_zero_info(
             f"PowerSGD goes on from step {step:,} without what the ranks had not sent, which is in no checkpoint, and "

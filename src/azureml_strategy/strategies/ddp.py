@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from typing_extensions import override
 from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.control.gather import gather
 from azureml_strategy.lightning_internals import is_interactive, register_communication_hook
-from azureml_strategy.strategies.changing_parameters import CompletingDDP, Wrappers, after_each_backward
+from azureml_strategy.strategies.changing_parameters import CompletingDDP, Wrappers, follow_backward_passes
 from azureml_strategy.strategies.compression import (
     Compression,
     communication_hook,
@@ -39,11 +39,6 @@ from azureml_strategy.strategies.tuning.record import Conditions, Tuning, descri
 from azureml_strategy.strategies.tuning.search import Request, Settings, allowed_compressions
 from azureml_strategy.strategies.tuning.trials import POWERSGD_EXACT_STEPS, TrialBench
 from azureml_strategy.strategies.tuning.tuner import TuningOrder, say, tune
-
-_POPEN_ALONE = (
-    "start_method={start_method!r} in an Azure ML job, where only 'popen' gives each process its rank. "
-    "Leave start_method out, or write strategy='azureml_ddp' for 'azureml_ddp_notebook'."
-)
 
 
 class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
@@ -89,11 +84,12 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
 
     trains_several_types = True
     tuning: Tuning | None = None
-    # Whether the first batch decides on settings: measures them, or finds that known ones are for another batch.
+    # Whether the first batch is still to come: settings are measured on it, or known ones are compared with it.
     _awaits_batch = False
     _wrappers: Wrappers | None = None
-    # Whether this batch has had a backward pass, and whether one by the strategy runs.
+    # Whether this batch has had a backward pass.
     _called_backward = False
+    # Whether a backward pass of the strategy is running, not a plain `loss.backward()`.
     _in_backward = False
 
     def __init__(
@@ -134,7 +130,10 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         request = Request(settings, allowed_compressions(tune_lossy), tune_static_graph)
         self._order = TuningOrder(tune, request, Path(tuned) if tuned else None)
         if self._job_environment is not None and start_method != "popen":
-            raise LaunchError(_POPEN_ALONE.format(start_method=start_method))
+            raise LaunchError(
+                f"start_method={start_method!r} in an Azure ML job, where only 'popen' gives each process its rank. "
+                "Leave start_method out, or write strategy='azureml_ddp' for 'azureml_ddp_notebook'."
+            )
 
     @override
     def _configure_launcher(self) -> None:
@@ -148,10 +147,10 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         self._awaits_batch = False
-        has_settings = trainer.state.fn == TrainerFn.FITTING and (self._order.tune or self._order.file is not None)
-        if has_settings and self.world_size == 1:
+        is_tuned = trainer.state.fn == TrainerFn.FITTING and (self._order.tune or self._order.file is not None)
+        if is_tuned and self.world_size == 1:
             say("One process sends no gradients, so that there is nothing to tune.")
-        elif has_settings:
+        elif is_tuned:
             if self.tuning is None:
                 self.tuning = self._order.earlier(trainer, self._conditions())
             self._awaits_batch = True
@@ -173,7 +172,9 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         if self._wrappers is not None:
             self._take_wrapper(self._wrappers.begin_step(self.optimizers))
         self._equalize_buffers()
-        with nullcontext() if self._is_automatic else after_each_backward(self._average_after_own_backward):
+        with ExitStack() as stack:
+            if not self._is_automatic:
+                stack.callback(follow_backward_passes(lambda: self._average_after_own_backward))
             output = super().training_step(*args, **kwargs)
         self._equalize_buffers()
         if isinstance(self.model, CompletingDDP) and self._is_automatic:
@@ -192,7 +193,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         self._called_backward = True
         if self._wrappers is not None and not self._is_automatic:
-            self._take_wrapper(self._wrappers.begin_backward(self.optimizers))
+            self._take_wrapper(self._wrappers.choose(self.optimizers, between_steps=False))
         super().pre_backward(closure_loss)
         if isinstance(self.model, CompletingDDP):
             if not self._is_automatic:
@@ -203,18 +204,12 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if self._wrappers is not None and self._wrappers.current.require_backward_grad_sync:
-            self._wrappers.average_others(self.optimizers)
+            self._wrappers.average(self.optimizers, also_reduced=False)
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         if self._wrappers is not None and not self._is_automatic and not self._called_backward:
-            self._wrappers.average_all([optimizer])  # gradients that torch.autograd.grad made
+            self._wrappers.average([optimizer], also_reduced=True)  # gradients that torch.autograd.grad made
 
         def average_loss() -> Any:
             loss = closure()
@@ -222,7 +217,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
 
         # LBFGS decides by the loss how often it runs the closure, and all ranks must decide alike.
         by_loss = isinstance(optimizer, LBFGS)
-        return super().optimizer_step(optimizer, average_loss if by_loss else closure, model, **kwargs)
+        return super().optimizer_step(optimizer, average_loss if by_loss else closure, *args, **kwargs)
 
     @override
     def configure_ddp(self) -> None:
@@ -236,13 +231,13 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         super().teardown()
         if wrappers is not None:
             wrappers.release()
-        # A notebook's own group of one process would be in the way of the next cell, which may fork.
+        # In a notebook, a group of this process alone would be in the way of the next cell, which may fork.
         if self._launcher is None and self._job_environment is None:
             end_process_group()
 
     @override
     def _setup_model(self, model: Module) -> CompletingDDP:
-        # Lightning 2.6 wraps on a stream of its own, which torch 2.11 and newer warn of: gradients arrive on another.
+        # Lightning 2.6 wraps on a stream of its own. torch 2.11 and newer warn of it, as gradients arrive on another.
         return CompletingDDP(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     @override
@@ -260,7 +255,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
             register_communication_hook(ddp, state, on_any_backend(hook))
 
     def _conditions(self) -> Conditions:
-        """What settings are tuned for here, before the first batch; a collective."""
+        """Return what settings are tuned for in this run, before its first batch; a collective."""
         assert self.lightning_module is not None
         devices = gather(device_name(self.root_device))
         precision = str(self.precision_plugin.precision)
@@ -269,7 +264,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         )
 
     def _tune_on_batch(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Measure the settings before the first step of the module, unless known ones fit the batch."""
+        """Measure the settings before the module's first step, unless those of an earlier run fit the batch."""
         module = self.lightning_module
         assert module is not None
         batch = gather(describe_batch((arguments, named)))[0]
@@ -281,8 +276,8 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
             say("The communication settings of an earlier attempt are for another batch, and are measured anew.")
         bench = TrialBench(module, arguments, named, self._wrap_copy, self._run_copy)
         here = replace(self._conditions(), batch=batch)
-        self.tuning = tune(self._order, module.trainer, module, bench, here)
-        if self.tuning.pick != used:  # DDP around the module is replaced: its parameters have not been used yet
+        self.tuning = tune(self._order, module, bench, here)
+        if self.tuning.pick != used:  # replace DDP around the module, which has not run yet
             self._unwrap()
             self._use(self.tuning.pick)
             self.configure_ddp()
@@ -293,9 +288,9 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         report_lost_errors(self._ddp_comm_state, self.lightning_module.trainer.global_step)
 
     def _wrap_copy(self, module: LightningModule, settings: Settings, group: dist.ProcessGroup) -> CompletingDDP:
-        """Make DDP of a copy of the module, for a trial over a group of its own."""
-        with self._ddp_arguments({**self._other_arguments(), **settings.arguments(), "process_group": group}):
-            wrapped = self._setup_model(module)
+        """Make DDP of a copy of the module for a trial, over a process group of the trial."""
+        arguments = {**self._other_arguments(), **settings.arguments(), "process_group": group}
+        wrapped = self._wrap_with(module, arguments)
         if settings.gradient_compression is not None:
             state, hook = communication_hook(
                 settings.gradient_compression, settings.powersgd_rank, POWERSGD_EXACT_STEPS, group
@@ -317,7 +312,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
     def _equalize_buffers(self) -> None:
         """Have the next forward pass begin with the first rank's buffers, as under automatic optimization.
 
-        torch does so only after a forward pass with a backward pass of its own, which manual optimization has none of.
+        torch does so only after a forward pass that expects a backward pass. Under manual optimization none does.
         """
         if isinstance(self.model, CompletingDDP) and not self._is_automatic:
             self.model.require_forward_param_sync = True
@@ -327,34 +322,37 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         if self._in_backward or self._wrappers is None or not self._wrappers.current.require_backward_grad_sync:
             return
         self._called_backward = True
-        self._wrappers.average_all(self.optimizers)
+        self._wrappers.average(self.optimizers, also_reduced=True)
 
     def _take_wrapper(self, changed: bool) -> None:
         """Go on with the wrapper of the parameters that train now."""
-        if not changed:
-            return
-        assert self._wrappers is not None
-        self.model = self._wrappers.current
-        self._pl_static_graph_delay_done = self.model.has_reduced
+        if changed:
+            assert self._wrappers is not None
+            self.model = self._wrappers.current
+            self._pl_static_graph_delay_done = self.model.has_reduced
 
     def _wrap_beside(self, equalize: bool) -> CompletingDDP:
-        """Make DDP of the module as it is now, beside another one.
-
-        Args:
-            equalize: give all ranks the first one's parameters and buffers.
-        """
-        assert self.lightning_module is not None
-        with self._ddp_arguments(self._ddp_kwargs if equalize else {**self._ddp_kwargs, "init_sync": False}):
-            ddp = self._setup_model(self.lightning_module)
+        """Make another DDP of the module as it is now."""
+        ddp = self._wrap_module(equalize)
         self._register_hook(ddp, for_other_buckets(self._ddp_comm_state))
         return ddp
 
-    @contextmanager
-    def _ddp_arguments(self, arguments: dict[str, Any]) -> Iterator[None]:
-        """Have DDP made with other arguments in this context."""
+    def _wrap_module(self, equalize: bool, **arguments: Any) -> CompletingDDP:
+        """Make DDP of the module, without a hook.
+
+        Args:
+            equalize: give all ranks the first one's parameters and buffers.
+            arguments: of DistributedDataParallel, in place of those of the strategy.
+        """
+        assert self.lightning_module is not None
+        init_sync = {} if equalize else {"init_sync": False}
+        return self._wrap_with(self.lightning_module, {**self._ddp_kwargs, **arguments, **init_sync})
+
+    def _wrap_with(self, module: Module, arguments: dict[str, Any]) -> CompletingDDP:
+        """Make DDP of a module with other arguments than those of the strategy."""
         given, self._ddp_kwargs = self._ddp_kwargs, arguments
         try:
-            yield
+            return self._setup_model(module)
         finally:
             self._ddp_kwargs = given
 
@@ -367,7 +365,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         self.model = self.lightning_module
 
     def _use(self, settings: Settings) -> None:
-        """Have DDP made with these settings from now on."""
+        """Make DDP with these settings from now on."""
         self._ddp_kwargs = {**self._other_arguments(), **settings.arguments()}
         self._ddp_comm_state = self._ddp_comm_hook = None
         if settings.gradient_compression is not None:
@@ -376,7 +374,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
             )
 
     def _other_arguments(self) -> dict[str, Any]:
-        """The arguments of DistributedDataParallel that settings do not decide."""
+        """Return the arguments of DistributedDataParallel that no `Settings` decide."""
         decided = ("bucket_cap_mb", "bucket_cap_mb_list", "static_graph", "gradient_as_bucket_view")
         return {name: value for name, value in self._ddp_kwargs.items() if name not in decided}
 

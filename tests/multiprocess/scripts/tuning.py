@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def train(kind: type[LightningModule] = Deep, **arguments: Any) -> dict[str, Any
         "statistics": [each.tolist() for each in module.buffers()],
         "random": [torch.rand(3).tolist(), random.random(), float(np.random.rand())],
         "logged": float(trainer.callback_metrics["loss_epoch"]) if "loss_epoch" in trainer.callback_metrics else None,
-        "pick": tuning.pick.to_plain() if tuning else None,
+        "pick": asdict(tuning.pick) if tuning else None,
         "why": tuning.why if tuning else None,
         "measured": tuning.measured if tuning else None,
         "passes": tuning.steps if tuning else None,

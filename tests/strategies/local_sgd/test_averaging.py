@@ -62,14 +62,14 @@ def test_own_gives_the_averages_back_after_an_error(module: nn.Module, exchanges
     show(module, 5.0)
 
     def fails() -> None:
-        with averaging.own():
+        with averaging.with_local_values():
             assert shown(module) == [1.0, 1.0]
             raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="the disk is full"):
         fails()
     assert shown(module) == [5.0, 5.0]
-    averaging.show_own()
+    averaging.show_local()
     assert shown(module) == [1.0, 1.0]
 
 

@@ -73,7 +73,7 @@ class Replica:
 
     def state(self) -> Any:
         averaging = self.averaging
-        return copy.deepcopy((averaging.shared_state(), averaging.own_state(), self.module.state_dict()))
+        return copy.deepcopy((averaging.shared_state(), averaging.local_state(), self.module.state_dict()))
 
     def load(self, state: Any) -> None:
         shared, own, weights = copy.deepcopy(state)

@@ -1,4 +1,4 @@
-"""Averages what replicas have learned: when a part is due, what is sent, and what becomes of the own parameters."""
+"""Averages the replicas' parameters: when a part is due, what is sent, and how its average is merged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from azureml_strategy.strategies.local_sgd.fragments import (
 )
 from azureml_strategy.strategies.local_sgd.period import Rules
 
-# Kinds of exchanges, in what ranks compare before one.
+# Kinds of exchanges: the first of the numbers that ranks compare before each.
 _PART, _STATISTICS, _WHOLE, _EPOCH, _NEW, _MOVED = range(6)
 _WORDS = "after step {1} (exchange {0}.{2} of {3:,} numbers, period {4})"
 
@@ -37,13 +37,13 @@ class _PendingExchange:
     Attributes:
         part: index of the part; -1 for the statistics.
         due: the step after which it arrives.
-        own: what this replica had when it began, flat; empty if it arrives at once.
+        local: this replica's parameters when it began, flat; empty if it arrives at once.
         average: waits for the average, see `Exchanges.begin`.
     """
 
     part: int
     due: int
-    own: Tensor
+    local: Tensor
     average: Callable[[], Tensor]
 
 
@@ -53,14 +53,14 @@ class PeriodicAveraging:
     It knows nothing of Lightning: call `start` before the first step, and `before_step` and `after_step` around each
     step of the optimizer.
 
-    In a period of H steps each part is exchanged once. Without an outer optimizer a replica takes the average of all
-    replicas. With one, the average of what they have changed since the last time is the gradient of a step of Nesterov
-    SGD on the common parameters, which all replicas then take. Buffers such as BatchNorm's statistics are averaged with
-    the last part, if nothing is delayed; otherwise each replica keeps its own, and validation sees their average.
+    Each part is exchanged once in a period. Without an outer optimizer a replica takes the average of all replicas.
+    With one, the average of their changes since the last exchange is a gradient: Nesterov SGD steps with it from the
+    common parameters, and all replicas take the result. Buffers such as BatchNorm's statistics are averaged with the
+    last part, if nothing is delayed. Otherwise each replica keeps its own, and validation sees their average.
 
     Args:
-        module: its trainable parameters are averaged; one that becomes trainable later, from the next period on, or
-            from this one if it has just begun.
+        module: its trainable parameters are averaged. One that becomes trainable later is averaged from the next period
+            on, or from this one if it has just begun.
         rules: what is averaged, how often and how.
         exchanges: carries the tensors.
 
@@ -81,7 +81,7 @@ class PeriodicAveraging:
         self._frozen: dict[str, Tensor] = {}  # hashes of the parameters that did not train at the start
         self._parts: list[Part] = []
         self._pending: list[_PendingExchange] = []
-        self._own: dict[str, Tensor] | None = None
+        self._local_values: dict[str, Tensor] | None = None
 
     @property
     def are_together(self) -> bool:
@@ -91,10 +91,9 @@ class PeriodicAveraging:
         return at_once and self._length > 0 and self.step == self._begun
 
     def start(self, learning_rate: float) -> int:
-        """Begin the first period. All ranks have the same parameters, unless a state was loaded.
+        """Begin the first period, and return its length in steps.
 
-        Returns:
-            The length of the period, in steps.
+        All ranks have the same parameters, unless a state was loaded.
         """
         if self._length == 0:
             self._begin_period(learning_rate)
@@ -105,8 +104,8 @@ class PeriodicAveraging:
         """Note parameters that have become trainable, before their first step; a collective if there are any."""
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and name not in self._shared and name not in self._joining:
-                # Those of the first rank in a new layer, otherwise the mean. The mean is what replicas have anyway,
-                # unless a parameter was unfrozen within a step, which then was its first.
+                # In a new layer take the first rank's values, otherwise the mean. The mean is the value that all
+                # replicas have anyway, unless a parameter was unfrozen within a step and has already taken it.
                 common = self._exchanges.mean if name in self._names else self._exchanges.first
                 wide = torch.promote_types(parameter.dtype, torch.float32)
                 flat = parameter.detach().to(wide, copy=True).reshape(-1)
@@ -133,55 +132,56 @@ class PeriodicAveraging:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Give the module the averages, and its own values back afterwards; a collective."""
-        inside = self._own is not None
-        if not inside:
-            self.show_averages()
+        if self._local_values is not None:  # the module has them already
+            yield
+            return
+        self.show_averages()
         try:
             yield
         finally:
-            if not inside:
-                self.show_own()
+            self.show_local()
 
     def show_averages(self) -> None:
-        """Give the module the averages of parameters and statistics until `show_own`; a collective.
+        """Give the module the averages of parameters and statistics until `show_local`; a collective.
 
-        It takes the memory of one further copy of the model, its own values, and of a share that is under way.
+        This needs memory for a copy of the module's own values, and for the share that is being exchanged.
         """
         tensors, counted = {**self._shared, **self._added(), **self._moved()}, statistics(self._module)
         of_module = {**tensors, **counted}
-        self._own = {name: each.detach().clone() for name, each in of_module.items()}
+        self._local_values = {name: each.detach().clone() for name, each in of_module.items()}
         try:
-            for number, share in enumerate([*cut_shares(tensors), *_statistics_fragment(counted)]):
+            shares = [*cut_shares(tensors), *([_statistics_fragment(counted)] if counted else [])]
+            for number, share in enumerate(shares):
                 flat = share.read(of_module)
                 mean = self._exchanges.begin(*self._place(_WHOLE, number, flat), flat, self._exchanges.mean)
                 share.write(self._exchanges.wait(mean), of_module)
         except BaseException:
-            self.show_own()  # what is saved of a failed training must not be half of each
+            self.show_local()  # a checkpoint of the failed training must not mix averages with own values
             raise
 
-    def show_own(self) -> None:
-        """Give the module back what this replica has trained."""
-        if self._own is not None:
-            self._copy(self._own)
-            self._own = None
+    def show_local(self) -> None:
+        """Give the module its own values back."""
+        if self._local_values is not None:
+            self._copy(self._local_values)
+            self._local_values = None
 
     @contextmanager
-    def own(self) -> Iterator[None]:
-        """Give the module its own values, if it shows the averages, and these back afterwards."""
-        shown, self._own = self._own, None
+    def with_local_values(self) -> Iterator[None]:
+        """Give the module its own values in this context, if it shows the averages."""
+        values, self._local_values = self._local_values, None
         tensors = self._tensors()
-        averages = {name: tensors[name].detach().clone() for name in shown or {}}
-        self._copy(shown or {})
+        averages = {name: tensors[name].detach().clone() for name in values or {}}
+        self._copy(values or {})
         try:
             yield
         finally:
             self._copy(averages)
-            self._own = shown
+            self._local_values = values
 
     def end(self) -> None:
-        """Give the module the averages for good; a collective. What is under way is dropped."""
+        """Give the module the averages for good, and drop the exchanges that are under way; a collective."""
         self.show_averages()
-        self._own = None
+        self._local_values = None
         self._pending = []
 
     def compare_steps(self, epoch: int) -> None:
@@ -194,7 +194,7 @@ class PeriodicAveraging:
         self._exchanges.begin(*self._place(_EPOCH, epoch, nothing), nothing, _unchanged)()
 
     def shared_state(self) -> dict[str, Any]:
-        """What all ranks have alike: where the period is, common parameters and the outer momentum, by name."""
+        """Return the state that is the same on all ranks: steps, and by name common parameters and outer momenta."""
         anchors = [(part, part.anchor) for part in self._parts if part.anchor is not None]
         momenta = [(part, part.momentum) for part in self._parts if part.momentum is not None]
         return {
@@ -206,13 +206,13 @@ class PeriodicAveraging:
             "momentum": by_name(momenta, self._shared),
         }
 
-    def own_state(self) -> dict[str, Any]:
-        """What this rank alone has, besides parameters: what it has not sent, and what is under way.
+    def local_state(self) -> dict[str, Any]:
+        """Return the state of this rank alone, besides parameters: exchanges under way, and errors of compression.
 
-        It waits for what is under way, which is applied no earlier for that.
+        It waits for the exchanges, but does not apply them earlier than they are due.
         """
         under_way = [
-            {"part": each.part, "due": each.due, "own": each.own, "average": self._exchanges.wait(each.average)}
+            {"part": each.part, "due": each.due, "own": each.local, "average": self._exchanges.wait(each.average)}
             for each in self._pending
         ]
         return {
@@ -220,41 +220,41 @@ class PeriodicAveraging:
             "residuals": [part.compression.residuals if part.compression else [] for part in self._parts],
         }
 
-    def load(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+    def load(self, shared: Mapping[str, Any], local: Mapping[str, Any] | None) -> None:
         """Go on from states that were saved; before `start`.
 
         Args:
             shared: of `shared_state`.
-            own: of this rank's `own_state`, whose parameters the module has; None if it has the averages. Then a new
-                period begins, with the outer optimizer as it was.
+            local: this rank's `local_state`, if the module has this rank's parameters. None if it has the averages:
+                then a new period begins, with the outer optimizer as it was.
         """
         self.step = shared["step"]
         names = dict(self._module.named_parameters())
         self._shared = {name: names[name] for name in shared["names"] if name in names}
-        if shared["length"] == 0:  # it was saved in the warm-up, at whose end the parts are cut
+        if shared["length"] == 0:  # it was saved in the warm-up; the parts are cut at the end of that
             return
         device = self._exchanges.device
         self._joining = {n: each.to(device) for n, each in shared["anchor"].items() if n not in self._shared}
         self._cut(shared)
-        if own is None:
+        if local is None:
             return
         self._begun, self._length = shared["begun"], shared["length"]
-        for part, residuals in zip(self._parts, own["residuals"], strict=True):
+        for part, residuals in zip(self._parts, local["residuals"], strict=True):
             if part.compression is not None:
                 part.compression.residuals = [each.to(device) for each in residuals]
-        for each in own["under_way"]:
+        for each in local["under_way"]:
             arrived = partial(_unchanged, each["average"].to(device))
             self._pending.append(_PendingExchange(each["part"], each["due"], each["own"].to(device), arrived))
 
     def _begin_period(self, learning_rate: float) -> None:
-        """Begin a period. Nothing is under way, so the parts can change."""
+        """Begin a period. No exchange is under way, so the parts can change."""
         if self._added() or not self._parts:
             self._join()
         self._begun, self._length = self.step, self._rules.length(self.step, learning_rate)
         self._advance()
 
     def _join(self) -> None:
-        """Cut parts anew, with the parameters that have become trainable; what parts have not sent is dropped."""
+        """Cut parts anew, with the parameters that have become trainable. Errors of compression are dropped."""
         kept = self.shared_state()
         self._shared |= self._added()
         self._cut(kept)
@@ -267,7 +267,7 @@ class PeriodicAveraging:
         self._parts = cut_parts(self._shared, self._rules, kept["anchor"], kept["momentum"])
 
     def _advance(self) -> None:
-        """Apply what arrives after this step, and begin what is due."""
+        """Apply the exchanges that arrive after this step, and begin those that are due."""
         arriving = [each for each in self._pending if each.due == self.step]
         self._pending = [each for each in self._pending if each.due != self.step]
         for each in arriving:
@@ -280,30 +280,30 @@ class PeriodicAveraging:
                 continue
             if part.fragment.size:
                 begun.append(self._send(index, due))
-            if index == len(self._parts) - 1:  # the last part takes the statistics along
+            if index == len(self._parts) - 1:  # statistics are averaged with the last part
                 begun += self._send_statistics(due)
         if self._rules.delay:
             self._pending += begun
             return
-        for each in begun:  # not before all of them have begun: one is sent while the next is copied
+        for each in begun:  # in a loop of its own: all exchanges begin first, so one is sent while the next is copied
             self._arrive(each)
 
     def _send(self, index: int, due: int) -> _PendingExchange:
         part = self._parts[index]
-        own = part.fragment.read(self._shared)
-        needed = due > self.step  # what has arrived at once replaces it
-        sent = part.to_send(own, in_place=not needed)
+        local = part.fragment.read(self._shared)
+        needed = due > self.step  # otherwise the average replaces it at once
+        sent = part.to_send(local, in_place=not needed)
         average = partial(part.mean, exchanges=self._exchanges)
         begun = self._exchanges.begin(*self._place(_PART, index, sent), sent, average)
-        return _PendingExchange(index, due, own if needed else own[:0], begun)
+        return _PendingExchange(index, due, local if needed else local[:0], begun)
 
     def _send_statistics(self, due: int) -> list[_PendingExchange]:
         tensors = statistics(self._module)
-        # A late average would drop what each replica saw meanwhile: with delay == period, all it ever saw, so that the
-        # statistics stay those of the first exchange while the weights go on.
+        # A late average would drop the batches that each replica has seen meanwhile. With delay == period these are all
+        # batches, so the statistics would stay those of the first exchange while the weights go on.
         if not tensors or self._rules.delay:
             return []
-        sent = _statistics_fragment(tensors)[0].read(tensors)
+        sent = _statistics_fragment(tensors).read(tensors)
         average = self._exchanges.begin(*self._place(_STATISTICS, 0, sent), sent, self._exchanges.mean)
         return [_PendingExchange(-1, due, sent[:0], average)]
 
@@ -312,20 +312,20 @@ class PeriodicAveraging:
         average = self._exchanges.wait(arrived.average)
         if arrived.part < 0:
             tensors = statistics(self._module)
-            _statistics_fragment(tensors)[0].write(average, tensors)
+            _statistics_fragment(tensors).write(average, tensors)
             return
         part = self._parts[arrived.part]
         merged = part.common(average)
         if self._rules.mixing is not None:
             merged = merged.lerp(part.fragment.read(self._shared), self._rules.mixing)
         elif self._rules.delay:  # keep the steps that were taken since the exchange began
-            merged = part.fragment.read(self._shared).sub_(arrived.own).add_(merged)
+            merged = part.fragment.read(self._shared).sub_(arrived.local).add_(merged)
         part.fragment.write(merged, self._shared)
 
     def _moved(self) -> dict[str, Tensor]:
-        """The parameters that change without being trained, such as a teacher that follows; a collective.
+        """Return the parameters that change without an optimizer, such as a teacher's; a collective.
 
-        Each replica keeps its own, which follow parameters that are averaged.
+        Each replica keeps its own, as they follow parameters that are averaged.
         """
         untrained = self._untrained()
         if not untrained:
@@ -343,7 +343,7 @@ class PeriodicAveraging:
         return {name: each for name, each in named if name not in averaged and each.is_floating_point()}
 
     def _added(self) -> dict[str, Tensor]:
-        """The parameters that join with the next period."""
+        """Return the parameters that are averaged from the next period on."""
         named = dict(self._module.named_parameters())
         return {name: named[name] for name in self._joining if name in named}
 
@@ -364,9 +364,9 @@ def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _statistics_fragment(tensors: Mapping[str, Tensor]) -> list[Fragment]:
+def _statistics_fragment(tensors: Mapping[str, Tensor]) -> Fragment:
     """Return one fragment in float64, so that a constant that all ranks have, such as a mask, stays what it is.
 
-    In float32 the sum of two of the least numbers is infinite, and a third of a sum of three is another number.
+    In float32, twice the lowest number is infinite, and a third of the sum of three equal numbers may be another one.
     """
-    return [Fragment(each.pieces, torch.float64) for each in cut(tensors, 1)] if tensors else []
+    return cut(tensors, 1, torch.float64)[0]

@@ -20,42 +20,31 @@ ENTRY = "azureml_strategy_local_sgd"
 """The entry of both kinds of files with the state of the averaging."""
 # How many names an error message lists.
 _SHOWN = 3
-# Entries of Lightning's checkpoint that are another on each rank.
+# Entries of Lightning's checkpoint that differ between ranks.
 _OF_RANK = ("optimizer_states", "lr_schedulers")
 
 
 def cloned(state: dict[str, Any]) -> dict[str, Any]:
-    """Copy the tensors of a state dict, so that they do not change with the module.
+    """Replace the tensors of a state dict by copies, so that they do not change with the module.
 
-    Names of one tensor have one copy too: apart, tied weights would be written twice.
-
-    Args:
-        state: changed in place.
+    Names of one tensor get one copy: otherwise tied weights would be written twice.
     """
-    copied: dict[int, Any] = {}  # deepcopy copies a memory once for all tensors that share it
+    copied: dict[int, Any] = {}  # by it, deepcopy copies a memory once for all tensors that share it
     for name, value in state.items():
         if isinstance(value, Tensor):
             state[name] = copy.deepcopy(value.detach(), copied)
     return state
 
 
-def own_part(checkpoint: dict[str, Any], precision: str) -> dict[str, Any]:
-    """Return the entries of a rank's checkpoint that differ between ranks.
-
-    Args:
-        checkpoint: as Lightning gives it to `save_checkpoint`.
-        precision: the entry of the precision plugin, with its scale of the loss.
-    """
+def rank_part(checkpoint: dict[str, Any], precision: str) -> dict[str, Any]:
+    """Return the entries of a checkpoint that differ between ranks; `precision` is that of the precision plugin."""
     return {name: checkpoint[name] for name in (*_OF_RANK, precision) if name in checkpoint}
 
 
 def writer(checkpoint_io: CheckpointIO) -> WriteStaged:
-    """Return what writes a folder, in steps that all ranks take together.
+    """Return a function that writes a folder, in steps that all ranks take together.
 
-    What it writes is a pair: the checkpoint with the averages, on rank 0, and what the rank has of its own.
-
-    Args:
-        checkpoint_io: writes each file.
+    Its content is a pair: the checkpoint with the averages, on rank 0, and the entries of this rank alone.
     """
     save: Callable[..., Any] = checkpoint_io.save_checkpoint
     if type(checkpoint_io).save_checkpoint is AtomicCheckpointIO.save_checkpoint:
@@ -69,29 +58,22 @@ def writer(checkpoint_io: CheckpointIO) -> WriteStaged:
                 stale.unlink(missing_ok=True)
             path.mkdir(parents=True, exist_ok=True)
 
-        averaged, own = content
+        averaged, local = content
         exchange.on_rank_zero(begin_folder)
-        exchange.on_all_ranks(lambda: save(own, _rank_file(path, exchange.rank)))
-        # Last, so that a folder without it is none, and one with it is whole.
+        exchange.on_all_ranks(lambda: save(local, _rank_file(path, exchange.rank)))
+        # Last: a folder without this file is no checkpoint, and one with it is complete.
         exchange.on_rank_zero(lambda: save(averaged, path / AVERAGED))
 
     return write
 
 
-def read_own(
+def read_rank_part(
     path: Path, rank: int, saved_ranks: int, step: int, read: Callable[[Path], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Read what a rank had of its own.
-
-    Args:
-        path: the folder.
-        rank: of those that wrote it.
-        saved_ranks: how many these were.
-        step: that the file with the averages belongs to.
-        read: reads a file.
+    """Read the file of one of the ranks that wrote a folder, with the averages of a step.
 
     Raises:
-        FileNotFoundError: a file is missing.
+        FileNotFoundError: the file of any rank is missing.
         ValueError: the file belongs to another step.
     """
     names = (_rank_file(path, each).name for each in range(saved_ranks))
@@ -101,13 +83,13 @@ def read_own(
             f"{path} lacks {', '.join(missing)}: was it copied from one node of several, or not written to a "
             f"folder that all nodes share? {path / AVERAGED} alone starts from the averages: give its path."
         )
-    own = read(_rank_file(path, rank))
-    if own[ENTRY]["step"] != step:
+    local = read(_rank_file(path, rank))
+    if local[ENTRY]["step"] != step:
         raise ValueError(
-            f"{_rank_file(path, rank)} is of step {own[ENTRY]['step']}, but {AVERAGED} beside it of step {step}: the "
+            f"{_rank_file(path, rank)} is of step {local[ENTRY]['step']}, but {AVERAGED} beside it of step {step}: the "
             f"folder was overwritten in part. Use an earlier checkpoint, or {path / AVERAGED} alone."
         )
-    return own
+    return local
 
 
 def _rank_file(path: Path, rank: int) -> Path:

@@ -1,4 +1,4 @@
-"""Averages one flat tensor over all ranks, on a thread of its own, as it is or in fewer bits."""
+"""Averages flat tensors over all ranks beside the training, as they are or in fewer bits."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ _INT8_MOST = 127
 
 
 class RanksApartError(RuntimeError):
-    """Ranks that came to one exchange from different steps. Raised on all of them."""
+    """The ranks have come to one exchange from different steps. Raised on all of them."""
 
 
 class Exchanges:
-    """Runs collectives one after another beside the training.
+    """Runs collectives one after another beside the training. Every rank begins the same ones in the same order.
 
-    They have a process group of their own, so that they do not mix with those of the training. Every rank gives it the
-    same work in the same order.
+    They have a process group of their own, so that they do not mix with the collectives of the training.
 
-    With gloo a thread of its own runs them, as gloo's collectives hold up their caller. It is a daemon: if other ranks
-    are gone, a collective may not end before its timeout, and the interpreter must not wait for it.
+    gloo's run on a thread, because they block their caller. It is a daemon: if other ranks are gone, a collective may
+    last until its timeout, and the interpreter must not wait for it.
 
     NCCL's are queued on a stream of their own by the thread that trains. NCCL may deadlock unless all ranks launch the
-    operations of all groups in one order (NCCL user guide, "Using multiple NCCL communicators concurrently"), and two
-    threads have none.
+    operations of all groups in one order (NCCL user guide, "Using multiple NCCL communicators concurrently"). Two
+    threads would have no common order.
 
     Args:
         group: of all ranks, used by nobody else; None for a single rank.
@@ -55,13 +54,14 @@ class Exchanges:
         """Begin an exchange.
 
         Args:
-            place: where this rank is: a few numbers that must be the same on all ranks.
-            words: what the numbers are, as `step {0} of epoch {1}`, for the error.
-            tensor: what this rank gives. It must not be changed afterwards, as the exchange reads and writes it.
+            place: a few numbers that say where this rank is. They must be the same on all ranks.
+            words: a format of the numbers for the error, such as `step {0} of epoch {1}`.
+            tensor: of this rank. The caller must not change it afterwards, as the exchange reads and writes it.
             average: returns the average of the ranks' tensors, from this rank's. Called on the thread, or the stream.
 
         Returns:
-            What waits for the average and returns it, for `wait`; or raises RanksApartError, or the network's error.
+            A function for `wait`. It waits for the average and returns it, or raises RanksApartError or the network's
+            error.
         """
         ready = self._wait_for_queued(tensor)
         if not self._threaded:
@@ -77,7 +77,7 @@ class Exchanges:
         return result.result
 
     def wait(self, exchange: Callable[[], Tensor]) -> Tensor:
-        """Wait for an average. On a GPU, what this thread queues from now on waits for it instead."""
+        """Return the average when it is there. On a GPU, work that this thread queues later waits for it instead."""
         averaged = exchange()
         if self._stream is not None:
             if self._threaded:
@@ -99,13 +99,10 @@ class Exchanges:
         return tensor
 
     def close(self, wait_s: float) -> bool:
-        """End the thread, if there is one.
+        """End the thread, if there is one, and return whether the group is unused, so that it can be destroyed.
 
         Args:
-            wait_s: the longest wait for what it has begun, in seconds.
-
-        Returns:
-            Whether no thread uses the group any more, so that it can be destroyed.
+            wait_s: the longest wait for the exchange that is under way, in seconds.
         """
         if not self._threaded:
             return True
@@ -129,11 +126,11 @@ class Exchanges:
     def _queue_on_stream(
         self, place: tuple[int, ...], words: str, ready: Callable[[], None], average: Callable[[], Tensor]
     ) -> Callable[[], Tensor]:
-        """Queue an exchange on the stream, on which it waits for all that the caller has queued before.
+        """Queue an exchange on the stream, where it waits for all work that the caller has queued before.
 
-        So where the caller waits for it at once, the operations of all groups run one after another on the GPU. Ranks
-        at different steps are found when the average is asked for. By then NCCL has mixed their tensors, but nobody
-        gets the result.
+        If the caller waits for it at once, the operations of all groups run one after another on the GPU. Ranks at
+        different steps are found when the average is asked for. By then NCCL has mixed their tensors, but the result is
+        not used.
         """
         with torch.cuda.stream(self._stream), torch.no_grad():
             ready()
@@ -149,7 +146,7 @@ class Exchanges:
         return result
 
     def _wait_for_queued(self, tensor: Tensor) -> Callable[[], None]:
-        """Return what to call before an exchange reads a tensor that the caller has queued work for on a GPU."""
+        """Return a function to call before an exchange reads a tensor: it waits for the caller's work on a GPU."""
         stream = self._stream
         if stream is None:
             return lambda: None
@@ -157,8 +154,8 @@ class Exchanges:
 
         def ready() -> None:
             stream.wait_event(queued)
-            # Its memory is of the main thread's stream, which could use it for another tensor as soon as Python has let
-            # go of this one, while work on it is still queued here.
+            # Its memory belongs to the main thread's stream. That could give it to another tensor once Python has freed
+            # this one, while the exchange is still queued.
             if tensor.is_cuda:
                 tensor.record_stream(stream)
 
@@ -168,7 +165,7 @@ class Exchanges:
         """Gather the steps of all ranks, and return a function that compares them.
 
         Ranks with unequal numbers of batches would average parameters of different steps, or one would wait for ever.
-        The function waits for the gathering alone, not for what is queued behind it, and raises RanksApartError.
+        The function waits only for the steps, not for work that is queued later. It may raise RanksApartError.
         """
         if self.group is None:
             return lambda: None
@@ -197,16 +194,13 @@ class Exchanges:
 
 
 class Compression:
-    """Sends a change in fewer bits, and adds what was lost to the next one (error feedback).
+    """Sends a change in fewer bits, as `bf16` or `int8`, and adds the rounding errors to the next one: error feedback.
 
-    What is lost at each step stays bounded, so that nothing is lost for good (Karimireddy et al. 2019,
+    The errors stay bounded, so that nothing is lost for good (Karimireddy et al. 2019,
     https://arxiv.org/abs/1901.09847).
 
-    Args:
-        kind: `bf16` or `int8`.
-
     Attributes:
-        residuals: what this rank has not sent yet; flat, one of the change and, under `int8`, one of the average.
+        residuals: the errors of this rank, flat: of the change and, under `int8`, of its share of the average.
     """
 
     def __init__(self, kind: str) -> None:
@@ -227,12 +221,9 @@ class Compression:
         return sent.to(tensor.dtype).div_(exchanges.size)
 
     def _mean_int8(self, tensor: Tensor, exchanges: Exchanges) -> Tensor:
-        """Each rank averages a share of the numbers, and all ranks get all shares: int8 cannot be summed on the way."""
+        """Each rank averages a share of the numbers and sends it to all: int8 cannot be summed on the way."""
         group, size = exchanges.group, exchanges.size
-        whole = torch.zeros(
-            -(-len(tensor) // (size * _BLOCK)) * size * _BLOCK, dtype=tensor.dtype, device=tensor.device
-        )
-        whole[: len(tensor)] = tensor
+        whole = torch.nn.functional.pad(tensor, (0, -len(tensor) % (size * _BLOCK)))
         codes, scales = self._quantized(0, whole)
         their_codes, their_scales = torch.empty_like(codes), torch.empty_like(scales)
         dist.all_to_all_single(their_codes, codes, group=group)

@@ -1,5 +1,6 @@
-"""Cuts the parameters into fragments, each of which is exchanged as one flat tensor, and keeps what a replica needs
-for each: the common parameters, and what comes to them.
+"""Cuts the parameters into fragments, each of which is exchanged as one flat tensor.
+
+For each it keeps the common parameters, the outer optimizer and the compression.
 """
 
 from __future__ import annotations
@@ -17,26 +18,21 @@ from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.local_sgd.exchange import Compression, Exchanges
 from azureml_strategy.strategies.local_sgd.period import Rules
 
-# 32 MiB in float32. While one part is sent, the next is copied; and a part takes far longer than the network's latency.
+# 32 MiB in float32. It is small enough that one part is sent while the next is copied, and large enough that the
+# network's latency does not matter.
 _MOST_ELEMENTS = 2**23
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some elements of a tensor.
-
-    Attributes:
-        name: of the tensor in the module.
-        start: index of the first element in the flat tensor.
-        stop: index after the last one.
-    """
+    """The elements `start` to `stop` of a flattened tensor, which has the given name in the module."""
 
     name: str
     start: int
     stop: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the elements, flat where they are but a part of the tensor; they share its memory."""
+        """Return a view of the elements; flat unless they are the whole tensor."""
         whole = self.start == 0 and self.stop == tensor.numel()
         return tensor if whole else tensor.view(-1)[self.start : self.stop]
 
@@ -46,12 +42,13 @@ class Fragment:
 
     Args:
         pieces: in the order of the flat tensor.
-        dtype: of the flat tensor: float32, or float64 if one of the tensors is.
+        dtype: of the flat tensor.
     """
 
     def __init__(self, pieces: Iterable[Piece], dtype: torch.dtype) -> None:
         self.pieces = tuple(pieces)
-        self.size = sum(each.stop - each.start for each in self.pieces)
+        self._sizes = [each.stop - each.start for each in self.pieces]
+        self.size = sum(self._sizes)
         self.dtype = dtype
 
     def read(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -62,13 +59,12 @@ class Fragment:
     @torch.no_grad()
     def write(self, flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Copy the elements of a flat tensor into the pieces."""
-        sizes = [each.stop - each.start for each in self.pieces]
-        for piece, values in zip(self.pieces, torch.split(flat, sizes), strict=True):
+        for piece, values in zip(self.pieces, torch.split(flat, self._sizes), strict=True):
             target = piece.of(tensors[piece.name].detach())
             target.copy_(values.view(target.shape))
 
 
-def cut(tensors: Mapping[str, Tensor], parts: int) -> list[Fragment]:
+def cut(tensors: Mapping[str, Tensor], parts: int, dtype: torch.dtype | None = None) -> list[Fragment]:
     """Cut tensors into parts with equally many elements.
 
     A tensor whose elements are not in order in memory, such as a convolution in channels_last, is not cut: it goes to
@@ -77,8 +73,10 @@ def cut(tensors: Mapping[str, Tensor], parts: int) -> list[Fragment]:
     Args:
         tensors: by name, in the order of the parts; on all ranks the same.
         parts: how many.
+        dtype: of the flat tensors; None for float32, or float64 if one of the tensors is.
     """
-    dtype = torch.float64 if any(each.dtype == torch.float64 for each in tensors.values()) else torch.float32
+    if dtype is None:
+        dtype = torch.float64 if any(each.dtype == torch.float64 for each in tensors.values()) else torch.float32
     total = sum(each.numel() for each in tensors.values())
     bounds = [total * part // parts for part in range(parts + 1)]
     pieces: list[list[Piece]] = [[] for _ in range(parts)]
@@ -97,11 +95,7 @@ def cut(tensors: Mapping[str, Tensor], parts: int) -> list[Fragment]:
 
 
 def trainable(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters that are trained, by name; a tied one once.
-
-    Raises:
-        ConfigurationError: one of them cannot be averaged.
-    """
+    """Return the parameters that are trained, by name, a tied one once; refuse one that cannot be averaged."""
     found: dict[str, Tensor] = {name: each for name, each in module.named_parameters() if each.requires_grad}
     for name, each in found.items():
         if not each.is_floating_point() or each.layout is not torch.strided:
@@ -113,13 +107,13 @@ def trainable(module: nn.Module) -> dict[str, Tensor]:
 
 
 def statistics(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that replicas average, such as BatchNorm's running statistics: real numbers that are saved."""
-    found = {}
-    for path, layer in module.named_modules():
-        for name, buffer in layer.named_buffers(recurse=False):
-            if buffer.is_floating_point() and name not in layer._non_persistent_buffers_set:
-                found[f"{path}.{name}" if path else name] = buffer
-    return found
+    """Return the buffers that replicas average, such as BatchNorm's running statistics: real numbers that are saved."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, layer in module.named_modules()
+        for name, buffer in layer.named_buffers(recurse=False)
+        if buffer.is_floating_point() and name not in layer._non_persistent_buffers_set
+    }
 
 
 @dataclass
@@ -128,7 +122,7 @@ class Part:
 
     Attributes:
         fragment: its pieces of tensors.
-        anchor: the common parameters after the last exchange, flat; None where changes are not counted.
+        anchor: the common parameters after the last exchange, flat; None if parameters are sent, and not changes.
         outer: the optimizer that applies the average of the changes to the anchor.
         compression: of the changes, with what it has not sent yet.
     """
@@ -140,32 +134,31 @@ class Part:
 
     @property
     def momentum(self) -> Tensor | None:
-        """The momentum of the outer optimizer, flat; None before its first step, and where there is none."""
+        """The momentum of the outer optimizer, flat; None before its first step, and without such an optimizer."""
         if self.outer is None or self.anchor is None:
             return None
         momentum: Tensor | None = self.outer.state[self.anchor].get("momentum_buffer")
         return momentum
 
-    def to_send(self, own: Tensor, in_place: bool) -> Tensor:
-        """Return what is averaged: the parameters, or how they have changed.
+    def to_send(self, local: Tensor, in_place: bool) -> Tensor:
+        """Return the tensor to average: the parameters, or how they have changed.
 
         Args:
-            own: what this replica has, flat.
-            in_place: take the memory of `own` for it, which nobody needs any more.
+            local: this replica's parameters, flat.
+            in_place: whether the result may overwrite `local`.
         """
         if self.anchor is None:
-            return own if in_place else own.clone()
-        return torch.sub(self.anchor, own, out=own if in_place else None)
+            return local if in_place else local.clone()
+        return torch.sub(self.anchor, local, out=local if in_place else None)
 
     def mean(self, sent: Tensor, exchanges: Exchanges) -> Tensor:
-        """Average what all ranks send. On the thread of the exchanges."""
+        """Average the tensors of all ranks. Called on the thread of the exchanges."""
         return exchanges.mean(sent) if self.compression is None else self.compression.mean(sent, exchanges)
 
     def common(self, average: Tensor) -> Tensor:
-        """The common parameters after an exchange, flat. A change counts as a gradient: what was there minus what is.
+        """Return the common parameters after an exchange, flat, from the average of the tensors that ranks have sent.
 
-        Args:
-            average: of what the ranks have sent.
+        A change is the old parameters minus the new ones, so that it can serve as a gradient.
         """
         if self.anchor is None:
             return average
@@ -184,9 +177,9 @@ def cut_parts(
 
     Args:
         shared: the parameters, by name.
-        rules: how many parts, and what is kept for them.
-        anchors: common parameters so far, by name; those that are missing are as they are now.
-        momenta: of the outer optimizer so far, by name; those that are missing are zero.
+        rules: how many parts, and what state each has.
+        anchors: common parameters so far, by name; a missing one is as the parameter is now.
+        momenta: of the outer optimizer so far, by name; a missing one is zero.
     """
     fragments = cut_shares(shared, rules.fragments)
     if not rules.anchored:
@@ -214,10 +207,10 @@ def cut_shares(tensors: Mapping[str, Tensor], fragments: int = 1) -> list[Fragme
 
 
 def by_name(flats: list[tuple[Part, Tensor]], shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Flat tensors of parts as tensors in the shapes of the parameters, on the host."""
+    """Return flat tensors of parts as tensors in the shapes of the parameters, on the host."""
     if not flats:
         return {}
-    # Zeros, as a part may have nothing yet: the momentum before its first exchange.
+    # Zeros, as a part may have no momentum before its first exchange.
     named = {name: torch.zeros(each.shape, dtype=flats[0][1].dtype) for name, each in shared.items()}
     for part, flat in flats:
         part.fragment.write(flat.cpu(), named)

@@ -1,4 +1,4 @@
-"""How many optimizer steps a replica takes by itself before the replicas average, and which part is due when."""
+"""How many optimizer steps a replica takes by itself before the replicas average, and when each part is exchanged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class GrowingPeriod:
             )
 
     def __call__(self, step: int, learning_rate: float) -> int:
-        """The length of the period that begins after `step` steps."""
+        """Return the length of the period that begins after `step` steps."""
         grown = 0
         length = float(self.first)
         while length < self.most and grown < step // self.every:
@@ -77,7 +77,7 @@ class QuadraticPeriod:
             raise ConfigurationError(f"{self} gives no period. Give 1 <= least <= most and an alpha above 0.")
 
     def __call__(self, step: int, learning_rate: float) -> int:
-        """The length of the period that begins after a step with this learning rate."""
+        """Return the length of the period that begins after a step with this learning rate."""
         if learning_rate * self.most**0.5 <= self.alpha:
             return self.most
         return max(self.least, int((self.alpha / learning_rate) ** 2))
@@ -85,19 +85,11 @@ class QuadraticPeriod:
 
 @dataclass(frozen=True)
 class Rules:
-    """What is averaged, how often and how.
+    """What is averaged, how often and how; see `AzureMLLocalSGDStrategy`.
 
-    Attributes:
-        period: optimizer steps that a replica takes by itself, or what chooses them.
-        outer_learning_rate: of the Nesterov SGD that applies the averaged change, as in DiLoCo (Douillard et al. 2023,
-            https://arxiv.org/abs/2311.08105); None takes the plain average.
-        outer_momentum: of that optimizer; 0 for none.
-        compression: of the change that is exchanged: `bf16` or `int8`, with error feedback.
-        fragments: parts that the parameters are cut into; each is exchanged once in a period, at a step of its own
-            (Streaming DiLoCo, Douillard et al. 2025, https://arxiv.org/abs/2501.18512).
-        delay: optimizer steps from the start of an exchange to its arrival, in which training goes on.
-        mixing: the share of its own parameters that a replica keeps when an exchange arrives, the paper's alpha; None
-            keeps the steps that it has taken since the exchange began.
+    The outer optimizer is that of DiLoCo (Douillard et al. 2023, https://arxiv.org/abs/2311.08105). Fragments, the
+    delay and the mixing, there called alpha, are those of Streaming DiLoCo (Douillard et al. 2025,
+    https://arxiv.org/abs/2501.18512).
     """
 
     period: int | PeriodSchedule = 16
@@ -131,12 +123,12 @@ class Rules:
 
     @property
     def anchored(self) -> bool:
-        """Whether each replica keeps a copy of the common parameters, from which changes are counted."""
+        """Whether each replica keeps a copy of the common parameters, and sends how its own differ from it."""
         return self.outer_learning_rate is not None or self.compression is not None
 
     @property
     def shortest(self) -> int:
-        """The least length of the first period, as far as it is known before the schedule is asked."""
+        """The least possible length of the first period, before the schedule is asked."""
         if isinstance(self.period, GrowingPeriod):
             return self.period.first
         if isinstance(self.period, QuadraticPeriod):
@@ -144,21 +136,13 @@ class Rules:
         return self.period if isinstance(self.period, int) else 1
 
     def length(self, step: int, learning_rate: float) -> int:
-        """The length of the period that begins after `step` steps.
-
-        Raises:
-            ConfigurationError: it has no room for all fragments.
-        """
+        """Return the length of the period that begins after `step` steps, and refuse it as `check` does."""
         length = self.period if isinstance(self.period, int) else int(self.period(step, learning_rate))
         self.check(length)
         return length
 
     def check(self, length: int) -> None:
-        """Refuse a period in which not every fragment can be exchanged once.
-
-        Raises:
-            ConfigurationError: it is too short.
-        """
+        """Refuse a period that is too short to exchange every fragment once."""
         if length < 1 or self.fragments > length:
             raise ConfigurationError(
                 f"A period of {length} step(s) has no room for {self.fragments} fragments, of which each needs a step "
@@ -172,5 +156,5 @@ class Rules:
             )
 
     def arrival(self, fragment: int, length: int) -> int:
-        """The step of a period after which a fragment's average is applied: they are spread evenly over it."""
+        """Return the step of a period after which a fragment's average is applied: they are spread evenly over it."""
         return length * (fragment + 1) // self.fragments

@@ -1,4 +1,4 @@
-"""Refuses, before training starts, what replicas that train by themselves cannot do. Each message has a way out."""
+"""Refuses, before training starts, what replicas that train by themselves cannot do. Each message says what to do."""
 
 from __future__ import annotations
 
@@ -18,13 +18,7 @@ ONE_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
 def refuse_unsupported(trainer: Trainer, module: LightningModule, sync_batchnorm: bool) -> None:
-    """Refuse what does not go together with local SGD.
-
-    Args:
-        trainer: about to fit.
-        module: what it trains.
-        sync_batchnorm: as in `Trainer(sync_batchnorm=...)`.
-    """
+    """Refuse modules, callbacks and arguments of the Trainer that do not go together with local SGD."""
     if not module.automatic_optimization:
         raise ConfigurationError(
             f"{type(module).__name__} optimizes manually, so that nobody but the module knows which of its steps ends "
@@ -50,7 +44,7 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule, sync_batchnorm
 
 
 def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse an optimizer whose state does not bear that weights are averaged."""
+    """Refuse an optimizer whose state is wrong once weights are averaged."""
     if any(isinstance(each, LBFGS) for each in optimizers):
         raise ConfigurationError(
             "LBFGS learns the curvature from the differences between its own steps, which averages of replicas would "
@@ -59,7 +53,7 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
 
 
 def refuse_infiniband(num_nodes: int) -> None:
-    """Refuse a job of several nodes with InfiniBand, where averaging less often saves little and costs accuracy.
+    """Refuse several nodes with InfiniBand, where averaging less often saves little and costs accuracy.
 
     A collective; the error is raised on all ranks.
     """
@@ -81,9 +75,6 @@ def refuse_unordered_nccl(version: tuple[int, ...]) -> None:
     A delayed exchange runs while the training uses its own groups. NCCL 2.26 and newer start the operations of all
     groups on the GPU as they were launched, if NCCL_LAUNCH_ORDER_IMPLICIT is set before its first operation (NCCL user
     guide, "Using multiple NCCL communicators concurrently"). Older ones may deadlock.
-
-    Args:
-        version: of NCCL.
     """
     if version < (2, 26):
         raise ConfigurationError(
@@ -101,10 +92,10 @@ def refuse_unordered_nccl(version: tuple[int, ...]) -> None:
 
 
 def refuse_unequal_batches(batches: float) -> None:
-    """Refuse ranks that have unequal numbers of batches in an epoch. A collective; the error is raised on all ranks.
+    """Refuse ranks with unequal numbers of batches in an epoch. A collective; the error is raised on all ranks.
 
     Args:
-        batches: of this rank; infinite if its loader does not say.
+        batches: of this rank; infinite if its loader has no length.
     """
     numbers = gather(batches)
     if len(set(numbers)) > 1:
@@ -117,12 +108,12 @@ def refuse_unequal_batches(batches: float) -> None:
 
 
 def refuse_long_period(period: int, warmup_steps: int, steps: float) -> None:
-    """Refuse a first period that does not end within the run. A run that is all warm-up is DDP, and has none.
+    """Refuse a first period that does not end within the run. A run that is all warm-up is DDP, and has no period.
 
     Args:
         period: optimizer steps.
-        warmup_steps: steps before the first period.
-        steps: of the whole run; infinite if it has no end, below 0 if its end is not known.
+        warmup_steps: optimizer steps before the first period.
+        steps: optimizer steps of the whole run; infinite if it has no end, below 0 if its end is not known.
     """
     if warmup_steps < steps < warmup_steps + period:
         raise ConfigurationError(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -23,11 +22,11 @@ from azureml_strategy.checkpoint.serialization import run_objects, to_plain
 from azureml_strategy.control.gather import GroupExchange
 from azureml_strategy.interfaces import ALL_RANKS, WriteStaged
 from azureml_strategy.lightning_internals import default_process_group_backend
-from azureml_strategy.strategies.changing_parameters import CompletingDDP, Wrappers
+from azureml_strategy.strategies.changing_parameters import Wrappers
 from azureml_strategy.strategies.ddp import AzureMLDDPStrategy
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.local_sgd.averaging import PeriodicAveraging
-from azureml_strategy.strategies.local_sgd.checkpoint import ENTRY, cloned, own_part, read_own, writer
+from azureml_strategy.strategies.local_sgd.checkpoint import ENTRY, cloned, rank_part, read_rank_part, writer
 from azureml_strategy.strategies.local_sgd.exchange import Exchanges
 from azureml_strategy.strategies.local_sgd.period import PeriodSchedule, Rules
 from azureml_strategy.strategies.local_sgd.refusals import (
@@ -143,14 +142,14 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         assert self._exchanges is not None
         self._averaging = PeriodicAveraging(self.model, self._rules, self._exchanges)
         loaded, self._saved = self._saved, None
-        own = None
+        local = None
         if loaded is not None and ENTRY in loaded:
-            own = loaded.get("own")
-            self._averaging.load(loaded[ENTRY], own)
+            local = loaded.get("own")
+            self._averaging.load(loaded[ENTRY], local)
         if self._steps < self._warmup_steps:
             super().configure_ddp()
             return
-        if own is None:
+        if local is None:
             copy_from_rank_zero(self.model, self.root_device)
         self._begin_local_training()
 
@@ -160,7 +159,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         trainer = self._trainer
         refuse_unequal_batches(trainer.num_training_batches)
         if self._saved is not None:
-            # Lightning's LearningRateFinder has trained in this fit, and loaded what it had saved before.
+            # Lightning's LearningRateFinder has trained in this fit, and then loaded the checkpoint from before.
             self._steps = self._saved["global_step"]
             self._unwrap()
             self.configure_ddp()
@@ -170,25 +169,19 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._saved is not None:  # the search was made at the start of an epoch
+        if self._saved is not None:  # LearningRateFinder has searched at the start of an epoch
             self.on_train_start()
         if batch_idx == 0 and self._warmup_is_over:
             self._averaging_of_fit.compare_steps(self._trainer.current_epoch)
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        apart = self._warmup_is_over
-        if apart:
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        trains_by_itself = self._warmup_is_over
+        if trains_by_itself:
             self._averaging_of_fit.before_step()
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        output = super().optimizer_step(optimizer, *args, **kwargs)
         self._steps += 1
-        if apart:
+        if trains_by_itself:
             with self._trainer.profiler.profile(  # type: ignore[attr-defined]
                 f"[Strategy]{type(self).__name__}.average"
             ):
@@ -212,7 +205,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
     @override
     def on_validation_end(self) -> None:
         if self._averaging is not None:
-            self._averaging.show_own()
+            self._averaging.show_local()
 
     @override
     def on_train_end(self) -> None:
@@ -221,7 +214,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The averages of all ranks, while replicas train by themselves; a collective."""
+        """Return the averages of all ranks, while replicas train by themselves; a collective."""
         if not self._averages_periodically:
             return super().lightning_module_state_dict()
         with self._averaging_of_fit.averaged():
@@ -245,21 +238,18 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         write(content, Path(self.broadcast(filepath)), GroupExchange(self.global_rank))
 
     def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
-        """Collect what this rank is to write.
-
-        Args:
-            checkpoint: as Lightning gives it to `save_checkpoint`, in plain form.
+        """Collect this rank's part of a checkpoint, which is in plain form.
 
         Returns:
-            What to copy, and a function that writes the copy; None outside of a fit, where there is one file.
+            The content to copy, and a function that writes the copy. None outside of a fit, where there is one file.
         """
         if self._averaging is None or self.lightning_module is None:
             return None
-        with self._averaging.own():
+        with self._averaging.with_local_values():
             state = cloned(self.lightning_module.state_dict())
-        own = own_part(checkpoint, type(self.precision_plugin).__qualname__)
-        own |= {"state_dict": state, ENTRY: {"step": self._averaging.step, **self._averaging.own_state()}}
-        return (checkpoint if self.is_global_zero else None, to_plain(own)), writer(self.checkpoint_io)
+        local = rank_part(checkpoint, type(self.precision_plugin).__qualname__)
+        local |= {"state_dict": state, ENTRY: {"step": self._averaging.step, **self._averaging.local_state()}}
+        return (checkpoint if self.is_global_zero else None, to_plain(local)), writer(self.checkpoint_io)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -270,7 +260,8 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
             return checkpoint
         self._saved = {"global_step": checkpoint.get("global_step", 0)}
         if ENTRY in checkpoint:
-            self._saved |= self._restore_own(path, checkpoint, weights_only) if folder else {ENTRY: checkpoint[ENTRY]}
+            state = self._restore_rank_part(path, checkpoint, weights_only) if folder else {ENTRY: checkpoint[ENTRY]}
+            self._saved |= state
         return checkpoint
 
     @override
@@ -308,7 +299,6 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
 
     @property
     def _warmup_is_over(self) -> bool:
-        """Whether the warm-up is over."""
         return self._steps >= self._warmup_steps
 
     @property
@@ -316,7 +306,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         return self._averaging is not None and self._warmup_is_over
 
     def _connect(self) -> None:
-        """Make process groups for the exchanges and for the gradients of a node; a collective."""
+        """Make the process groups for the exchanges and for the gradients inside a node; a collective."""
         several = self.world_size > 1
         group = dist.new_group(timeout=self._timeout, backend=self._process_group_backend) if several else None
         self._exchanges = Exchanges(group, self.root_device)
@@ -338,37 +328,34 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
             self._refuse_long_period(length)
 
     def _refuse_long_period(self, period: int) -> None:
-        """Refuse a period that is longer than the run, unless a few steps are taken for a trial."""
+        """Refuse a period that is longer than the run, unless the run is only a trial of a few steps."""
         trainer = self._trainer
         searches = trainer.max_steps != self._max_steps  # LearningRateFinder trains for a number of steps of its own
         if not (searches or trainer.fast_dev_run):  # type: ignore[attr-defined]
             refuse_long_period(period, self._warmup_steps, trainer.estimated_stepping_batches)
 
     def _begin_local_training(self) -> None:
-        """Have this replica train by itself from now on: the bare module, or DDP inside the node."""
+        """Let this replica train by itself from now on: the bare module, or DDP inside the node."""
         self._unwrap()
         if self._node_group is not None:
-            self.model = ddp = self._wrap_in_node(equalize=True)
-            self._wrappers = Wrappers(ddp, self._wrap_in_node)
-
-    def _wrap_in_node(self, equalize: bool) -> CompletingDDP:
-        """Make DDP of the module inside the node, without the hooks of the warm-up."""
-        assert self.lightning_module is not None
-        init_sync = {} if equalize else {"init_sync": False}
-        with self._ddp_arguments({**self._ddp_kwargs, "process_group": self._node_group, **init_sync}):
-            return self._setup_model(self.lightning_module)
+            wrap = partial(self._wrap_module, process_group=self._node_group)
+            self.model = ddp = wrap(equalize=True)
+            self._wrappers = Wrappers(ddp, wrap)
 
     def _plain_rules(self) -> dict[str, Any]:
-        """The rules in plain values, which a restart compares; a period of the user's own by its name."""
+        """Return the rules in plain values, which a restart compares; a period of the user's class by its name."""
         period = self._rules.period
         known = isinstance(period, int) or is_dataclass(period)
-        # The repr of a function has its place in memory, which is another one on each rank.
+        # The repr of a function contains its address in memory, which differs between ranks.
         named = repr(period) if known else getattr(period, "__qualname__", type(period).__qualname__)
         rules = {each.name: repr(getattr(self._rules, each.name)) for each in fields(self._rules)}
         return {**rules, "period": named, "replica": self._replica}
 
-    def _restore_own(self, path: Path, checkpoint: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:
-        """Give the checkpoint what this rank had of its own, if ranks and rules are those that wrote it."""
+    def _restore_rank_part(self, path: Path, checkpoint: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:
+        """Add the entries of this rank's file to the checkpoint, and return the state of the averaging.
+
+        If the number of ranks or the rules have changed, the averaged weights stay, and a new period begins.
+        """
         shared = checkpoint[ENTRY]
         saved_ranks, same_rules = shared["world_size"], shared["rules"] == self._plain_rules()
         source = self.global_rank % saved_ranks
@@ -376,14 +363,14 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         def read(file: Path) -> dict[str, Any]:
             return self.restored(self.checkpoint_io.load_checkpoint(file, weights_only=weights_only), weights_only)
 
-        own = read_own(path, source, saved_ranks, shared["step"], read)
-        averaging = own.pop(ENTRY)
+        local = read_rank_part(path, source, saved_ranks, shared["step"], read)
+        averaging = local.pop(ENTRY)
         exact = saved_ranks == self.world_size and same_rules
         if not exact:
             why = "with other rules of local SGD" if not same_rules else f"on {saved_ranks} rank(s)"
             rank_zero_info(f"{path} was written {why}: all replicas start from its averages, with a new period.")
-            own.pop("state_dict")
-        checkpoint.update(own)
+            local.pop("state_dict")
+        checkpoint.update(local)
         return {ENTRY: shared, **({"own": averaging} if exact else {})}
 
 

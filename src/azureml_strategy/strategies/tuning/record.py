@@ -1,4 +1,4 @@
-"""What a search found: as a table, as a file that a later run takes, and whether that file fits the run."""
+"""The result of a search: as a table, as a file that a later run reads, and whether that file fits the run."""
 
 from __future__ import annotations
 
@@ -30,13 +30,9 @@ class Conditions:
     """What settings are tuned for. With other conditions they may be slower than the default.
 
     Attributes:
-        model: the module's class and the shapes of its trainable parameters, as a checksum.
-        world_size: number of ranks.
-        num_nodes: number of nodes.
-        backend: of the process group.
-        torch: its version.
+        model: the module's class, and a checksum of the shapes of its trainable parameters.
         devices: how many of which; None in a file of an older version.
-        precision: the Trainer's word; None in a file of an older version.
+        precision: as in `Trainer(precision=...)`; None in a file of an older version.
         batch: types and shapes of the tensors in rank 0's first batch; None in a file of an older version, before the
             first batch, and for a batch of an unknown kind.
     """
@@ -59,16 +55,7 @@ class Conditions:
         devices: Sequence[str] | None = None,
         precision: str | None = None,
     ) -> Conditions:
-        """Return the conditions of a module on a process group, before its first batch.
-
-        Args:
-            module: what is trained.
-            world_size: number of ranks.
-            num_nodes: number of nodes.
-            backend: of the process group.
-            devices: the name of each rank's device.
-            precision: the Trainer's word.
-        """
+        """Return the conditions of a module before its first batch; `devices` has the name of each rank's device."""
         shapes = [
             [name, list(each.shape), str(each.dtype)] for name, each in module.named_parameters() if each.requires_grad
         ]
@@ -80,25 +67,24 @@ class Conditions:
         return Conditions(model, world_size, num_nodes, backend, version, counted, precision)
 
     def differences(self, here: Conditions) -> list[str]:
-        """List the conditions that differ, of those that both know."""
-        measured, present = asdict(self), asdict(here)
+        """Describe the conditions that differ, leaving out those that are None in one of both."""
+        present = asdict(here)
         return [
-            f"{name} {measured[name]}, and here {present[name]}"
-            for name in present
-            if None not in (measured[name], present[name]) and measured[name] != present[name]
+            f"{name} {value}, and here {present[name]}"
+            for name, value in asdict(self).items()
+            if None not in (value, present[name]) and value != present[name]
         ]
 
 
 def device_name(device: torch.device) -> str:
-    """A name that says how fast a device is: that of a GPU, or `cpu`."""
+    """Return a name that says how fast a device is: that of a GPU, or `cpu`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def describe_batch(arguments: Any) -> str | None:
-    """Types and shapes of the tensors in a batch; None if there are none, as in an object of an unknown kind.
+    """Return types and shapes of the tensors in a batch; None if none is found, as in an object of an unknown kind.
 
-    Args:
-        arguments: tensors, nested in collections and dataclasses.
+    Collections and dataclasses are searched, nested in any way.
     """
     found: list[str] = []
 
@@ -120,16 +106,15 @@ class Tuning:
     """The result of a search.
 
     Attributes:
-        conditions: what it holds for.
-        request: what was asked.
+        conditions: under which it was measured.
+        request: what was asked for.
         pick: the settings to use.
-        why: a sentence that says why these.
-        rows: for the settings that were tried, in the order of their speed: words, what they cost in accuracy, number
-            of steps, and median, first and third quartile of a step, in seconds.
+        why: why these, in words.
+        rows: the settings that were tried, the fastest first; seconds of a step as median and quartiles.
         alone_s: seconds of a step of each rank without communication.
         pairs: seconds of a step by default and with the pick, side by side.
         steps: passes through the model that the search took, warm-ups included.
-        measured: when.
+        measured: the time, in UTC.
     """
 
     conditions: Conditions
@@ -150,11 +135,11 @@ class Tuning:
         return statistics.median(default / picked for default, picked in self.pairs)
 
     def to_text(self) -> str:
-        """As the file's content."""
+        """Return the content of the file."""
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=2) + "\n"
 
     def metrics(self) -> dict[str, float]:
-        """For a logger."""
+        """Return the metrics for a logger."""
         seconds = {row["settings"]: row["median_s"] for row in self.rows}
         found = {"tune/steps": float(self.steps), "tune/speedup": self.speedup}
         for name, settings in (("default", self.request.default), ("pick", self.pick)):
@@ -165,7 +150,7 @@ class Tuning:
         return found
 
     def report(self) -> str:
-        """A table for the console."""
+        """Return a table for the console."""
         width = max([len(row["settings"]) for row in self.rows] + [8])
         lines = [f"Communication settings of DDP ({self.conditions.world_size} ranks, {self.steps} passes):"]
         if self.rows:
@@ -189,7 +174,7 @@ def tuning_of(
     alone_s: Sequence[float] = (),
     steps: int = 0,
 ) -> Tuning:
-    """A result, with its measurements in plain numbers."""
+    """Make a result, with its measurements in plain numbers."""
     trials, rows = trials or Trials(), list[dict[str, Any]]()
     for settings, seconds in trials.seconds.items():
         low, median, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
@@ -210,7 +195,7 @@ def tuning_of(
 
 
 def write_tuning(path: Path, tuning: Tuning) -> None:
-    """Write the file; one that is there is replaced whole."""
+    """Write the file, and replace an earlier one as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     part.write_text(tuning.to_text(), encoding="utf-8")
@@ -218,11 +203,7 @@ def write_tuning(path: Path, tuning: Tuning) -> None:
 
 
 def read_tuning(path: Path) -> Tuning:
-    """Read a file.
-
-    Raises:
-        ConfigurationError: there is none, or it is something else.
-    """
+    """Read a file; refuse one that is missing or something else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found.pop("format") != _FORMAT:

@@ -1,5 +1,6 @@
-"""Runs forward and backward passes of the user's module on a copy of it, and times them on all ranks, in a process
-group that can end on all ranks when a trial fails on one.
+"""Times forward and backward passes of a copy of the user's module on all ranks.
+
+They run in a process group that ends on all ranks when a trial fails on one.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import copy
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,12 +29,12 @@ from azureml_strategy.strategies.changing_parameters import CompletingDDP
 from azureml_strategy.strategies.tuning.search import Settings
 
 Value = TypeVar("Value")
-# Seconds between two looks at whether a trial has failed on another rank, which only NCCL needs.
+# Seconds between two looks at whether a trial has failed on another rank. Only NCCL needs them.
 _LOOK_S = 0.5
 # An abort waits for nobody.
 _ABORT_S = 10.0
-# How long a rank whose trial has failed waits for the others. They wait for it in vain if training_step has a
-# collective of its own, which is not of this group.
+# How long a rank whose trial has failed waits for the others. They never come if training_step calls a collective
+# outside of this group, in which they wait for this rank.
 _OTHERS_S = 60.0
 # The first line of an error of CUDA's allocator is a paragraph.
 _LONGEST_FAULT = 300
@@ -47,19 +48,15 @@ Forward = Callable[[CompletingDDP, LightningModule, tuple[Any, ...], dict[str, A
 
 
 class TrialError(Exception):
-    """A trial failed on some rank; raised on all. The message says why, and on which: `(OSError: why) on rank 3`."""
+    """A trial failed on some rank; raised on all. The message says why and where: `(OSError: why) on rank 3`."""
 
 
 class TrialGroup:
-    """A process group beside the training's own, for what may fail on one rank while the others are in a collective.
+    """A process group beside that of the training, for work that may fail on one rank while others communicate.
 
-    A rank that fails leaves this group. With gloo its connections close, so that the collectives of the others fail,
-    too. NCCL's would wait: so the rank writes into the rendezvous store, and the others look there and abort theirs.
-    The training's own group is as it was. Making one is a collective.
-
-    Args:
-        rank: this process's global rank.
-        world_size: number of ranks.
+    A rank that fails leaves this group. With gloo its connections close, so that the collectives of the others fail
+    too. NCCL's would wait: so the rank writes into the rendezvous store, and the others look there and abort their
+    group. The group of the training is not touched. Making one is a collective.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -72,18 +69,15 @@ class TrialGroup:
             self._store.channel.every(_LOOK_S, self._abort_if_failed)
 
     def together(self, trial: Callable[[], Value], forget: Callable[[], None]) -> list[Value]:
-        """Run a trial on all ranks.
+        """Run a trial on all ranks, and return all their results in the order of ranks.
 
         Args:
-            trial: what may fail, and uses no collective but those of this group.
-            forget: drops what holds on to this group, such as DDP, before the group ends.
-
-        Returns:
-            What it returned on each rank, in the order of ranks; the same on all ranks.
+            trial: may fail, and uses only collectives of this group.
+            forget: drops the objects that hold this group, such as DDP, before it ends.
 
         Raises:
             TrialError: it failed on some rank.
-            RuntimeError: it failed here, and the other ranks are elsewhere.
+            RuntimeError: it failed here, and the other ranks are in another collective.
         """
         found, fault = _attempt(trial)
         results: list[tuple[Value, str | None]] | None
@@ -117,7 +111,7 @@ class TrialGroup:
     def _leave(self, fault: str, forget: Callable[[], None]) -> str:
         """End this rank's part of the group after a fault, and return the fault that came first.
 
-        The others follow from that one: they are connections that have closed.
+        Later ones follow from it: they are connections that have closed.
         """
         first = self._store.set_first("fault", fault) if self._store is not None else fault
         group, self.group = self.group, None
@@ -129,36 +123,35 @@ class TrialGroup:
         return first
 
     def _abort_if_failed(self) -> None:
-        """On the channel's thread: end NCCL's collectives if a trial has failed on another rank."""
+        """End NCCL's collectives if a trial has failed on another rank. Runs on the channel's thread."""
         group = self.group
         if self._store is not None and group is not None and self._store.get("fault") is not None:
             within(_ABORT_S, group.abort)
 
 
 def _attempt(trial: Callable[[], Value]) -> tuple[Value | None, str | None]:
-    """Return what a trial returned, or why it failed. None of its frames stays: it would hold tensors and the group."""
+    """Return a trial's result, or why it failed; not the error, whose frames would hold tensors and the group."""
     try:
         return trial(), None
-    except Exception as error:  # whatever a user's module does, the other ranks must not wait for this one
+    except Exception as error:  # whatever a user's module raises, the other ranks must not wait for this one
         lines = str(error).strip().splitlines() or [""]
         return None, redact_text(f"{type(error).__name__}: {lines[0]}")[:_LONGEST_FAULT]
 
 
 class RefusalError(Exception):
-    """Nothing can be measured here; the message says why. Raised on all ranks."""
+    """Nothing can be measured in this run; the message says why. Raised on all ranks."""
 
 
 class TrialBench:
     """Times steps of a module on a batch, and leaves both as they are.
 
     A step is a forward and a backward pass of a copy of the module, on a copy of the batch. Its `self.log` does
-    nothing, and random numbers are drawn again afterwards. So the training that follows is the one that would have been
-    without trials, also if one of them fails.
+    nothing, and the state of random numbers is restored afterwards. So the training is the same as without trials,
+    also if one of them fails.
 
     Args:
-        module: the user's, attached to its Trainer.
-        arguments: of `training_step`, positional.
-        named: of `training_step`, by name.
+        module: attached to its Trainer.
+        arguments, named: of `training_step`.
         wrap: makes DDP of the copy.
         forward: calls the copy's `training_step` through DDP.
     """
@@ -170,13 +163,13 @@ class TrialBench:
         self._given = arguments, named
         self._wrap = wrap
         self._forward = forward
-        self._copy: LightningModule | None = None
+        self._copy: Any = None
         self._trials: TrialGroup | None = None
         self.steps = 0
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Copy the module; afterwards, free the copy and put the random numbers back.
+        """Copy the module; afterwards, free the copy and restore the random numbers.
 
         Raises:
             RefusalError: a rank cannot copy it.
@@ -201,9 +194,9 @@ class TrialBench:
                 parameter.grad = gradient
 
     def alone(self, steps: int) -> list[float]:
-        """Seconds of a step of each rank without communication; the same list on all ranks.
+        """Return the seconds of a step of each rank without communication; the same list on all ranks.
 
-        It is the fastest of some steps: what else runs on a node slows down some of them, a slow rank all.
+        Each is the fastest of some steps: other load on a node slows down some of them, a slow rank all.
 
         Raises:
             RefusalError: a step fails on some rank, or nothing is trained by this batch.
@@ -214,14 +207,10 @@ class TrialBench:
             raise RefusalError("training_step returned no loss for this batch")
         if not all(trains for _, trains in results):
             raise RefusalError("a copy of the module does not train its own parameters")
-        return [min(seconds) for seconds in self._together(lambda: self._time_alone(steps), what)]
+        return [min(seconds) for seconds in self._together(lambda: self._time(None, steps), what)]
 
     def measure(self, settings: Settings, steps: int) -> Sequence[float]:
-        """Seconds of each step, by the slowest rank; the same on all ranks.
-
-        Args:
-            settings: of DDP.
-            steps: how many to time, after the warm-up.
+        """Return the seconds of each step after the warm-up, on the slowest rank; the same on all ranks.
 
         Raises:
             RefusalError: a step fails on some rank.
@@ -230,7 +219,6 @@ class TrialBench:
         return [max(each) for each in zip(*self._together(lambda: self._time(settings, steps), what), strict=True)]
 
     def _together(self, trial: Callable[[], Value], what: str) -> list[Value]:
-        """What a trial returns on each rank."""
         assert self._trials is not None
         try:
             return self._trials.together(trial, self._forget)
@@ -242,11 +230,6 @@ class TrialBench:
         _free()
 
     @property
-    def _the_copy(self) -> LightningModule:
-        assert self._copy is not None
-        return self._copy
-
-    @property
     def _group(self) -> ProcessGroup:
         assert self._trials is not None
         assert self._trials.group is not None
@@ -255,36 +238,31 @@ class TrialBench:
     def _try_step(self) -> tuple[bool, bool]:
         """Return whether there is a loss, and whether its backward pass trains the copy.
 
-        A rank on which there is none takes no step, for which the others would wait: so all must know it before.
+        A rank without a loss takes no step, and the others would wait for it: so all must know before.
         """
-        ddp = self._wrap(self._the_copy, Settings(), self._group)
+        ddp = self._wrap(self._copy, Settings(), self._group)
         with ddp.no_sync():
             self.steps += 1
-            loss = _loss(self._forward(ddp, self._the_copy, *copy.deepcopy(self._given)))
+            loss = _loss(self._forward(ddp, self._copy, *copy.deepcopy(self._given)))
             if loss is not None:
-                self._the_copy.backward(loss)
+                self._copy.backward(loss)
         _release(ddp)
-        return loss is not None, any(each.grad is not None for each in self._the_copy.parameters())
+        return loss is not None, any(each.grad is not None for each in self._copy.parameters())
 
-    def _time_alone(self, steps: int) -> list[float]:
-        """Return the seconds of this rank's steps without communication."""
-        ddp = self._wrap(self._the_copy, Settings(), self._group)
-        with ddp.no_sync():
-            seconds = [self._step(ddp) for _ in range(steps)]
-        _release(ddp)
-        return seconds
-
-    def _time(self, settings: Settings, steps: int) -> list[float]:
-        """Return the seconds of this rank's steps, without the warm-up."""
-        exact = POWERSGD_EXACT_STEPS if settings.gradient_compression == "powersgd" else 0
-        warmup = max(_WARMUP_STEPS, exact + 1)
-        ddp = self._wrap(self._the_copy, settings, self._group)
-        seconds = [self._step(ddp) for _ in range(warmup + steps)][warmup:]
+    def _time(self, settings: Settings | None, steps: int) -> list[float]:
+        """Return the seconds of this rank's steps after the warm-up; without settings, those without communication."""
+        if settings is None:
+            warmup = 0
+        else:
+            warmup = POWERSGD_EXACT_STEPS + 1 if settings.gradient_compression == "powersgd" else _WARMUP_STEPS
+        ddp = self._wrap(self._copy, settings or Settings(), self._group)
+        with ddp.no_sync() if settings is None else nullcontext():
+            seconds = [self._step(ddp) for _ in range(warmup + steps)][warmup:]
         _release(ddp)
         return seconds
 
     def _step(self, ddp: CompletingDDP) -> float:
-        """Seconds of one step of this rank. All ranks begin together."""
+        """Return the seconds of one step of this rank. All ranks begin together."""
         given = copy.deepcopy(self._given)
         for parameter in ddp.parameters():
             parameter.grad = None
@@ -292,26 +270,22 @@ class TrialBench:
         _wait_for_device(ddp)
         dist.barrier(self._group)
         begun = time.perf_counter()
-        loss = _loss(self._forward(ddp, self._the_copy, *given))
+        loss = _loss(self._forward(ddp, self._copy, *given))
         assert loss is not None
         ddp.awaits_backward = ddp.require_backward_grad_sync
         ddp.complete_after(loss)
-        self._the_copy.backward(loss)
+        self._copy.backward(loss)
         _wait_for_device(ddp)
         return time.perf_counter() - begun
 
 
 def _copied(module: LightningModule, group: ProcessGroup) -> LightningModule:
-    """A copy whose `self.log` does nothing, and whose collectives are those of a group."""
-
-    def mute(*_: Any, **__: Any) -> None:
-        """In place of `self.log` in a trial."""
-
+    """Return a copy whose `self.log` does nothing, and whose collectives use the group."""
     made = copy.deepcopy(module)
     made.trainer = module.trainer
     for part in made.modules():
         if isinstance(part, LightningModule):
-            part.log = part.log_dict = mute  # type: ignore[method-assign]
+            part.log = part.log_dict = lambda *_, **__: None  # type: ignore[method-assign, assignment]
             part.all_gather = partial(part.all_gather, group=group)  # type: ignore[method-assign]
         elif isinstance(part, SyncBatchNorm):
             part.process_group = group
@@ -335,7 +309,7 @@ def _wait_for_device(ddp: CompletingDDP) -> None:
 
 
 def _free() -> None:
-    """Free what refers to itself, as DDP does: its hooks on the parameters must be gone before it is wrapped anew."""
+    """Free objects that refer to themselves, as DDP does: its hooks must be gone before the copy is wrapped anew."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Measures and searches in a run that is about to take its first step, or takes what an earlier run has found."""
+"""Searches in a run that is about to take its first step, or reads the result of an earlier run."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from azureml_strategy.strategies.tuning.record import (
 from azureml_strategy.strategies.tuning.search import Request, Search
 from azureml_strategy.strategies.tuning.trials import RefusalError, TrialBench
 
-# A rank that computes for so many times as long as the median rank holds all others up, whatever the settings.
+# A rank that computes for so many times as long as the median of the others holds them up, whatever the settings.
 _STRAGGLER = 2.0
-# Steps without communication; and more of them before a rank is called slow.
+# Steps without communication; and how many more before a rank is called slow.
 _ALONE_STEPS, _MORE_STEPS = 4, 16
 
 
 @dataclass(frozen=True)
 class TuningOrder:
-    """What the user asks of the strategy about tuning.
+    """The strategy's arguments about tuning.
 
     Attributes:
         tune: whether to measure.
@@ -48,40 +48,36 @@ class TuningOrder:
     file: Path | None
 
     def earlier(self, trainer: Trainer, here: Conditions) -> Tuning | None:
-        """What an earlier run has found for these conditions; a collective.
+        """Return the result of an earlier run under these conditions; a collective.
 
-        The file that the user names must be there and fit. One in the run's folder is taken after a restart, which is
-        to go on with the same settings.
-
-        Raises:
-            ConfigurationError: on all ranks, if it does not.
+        A file that the user names must be there and fit: otherwise all ranks raise ConfigurationError. A file in the
+        run's folder is read after a restart, so that the run goes on with the same settings.
         """
         if self.tune and self.file is not None:
             return None
         try:
-            return GroupExchange(trainer.global_rank).on_rank_zero(lambda: self._read_file(_folder(trainer), here))
+            return GroupExchange(trainer.global_rank).on_rank_zero(lambda: self._read_file(_file_of_run(trainer), here))
         except StepError as error:
             raise ConfigurationError(str(error).removeprefix("ConfigurationError: ")) from error
 
     def fits_batch(self, tuning: Tuning, batch: str | None) -> bool:
-        """Whether what an earlier run has found holds for the first batch of this one. If not, it is measured anew.
+        """Whether the result of an earlier run holds for the first batch of this one, and need not be measured anew.
 
         Args:
-            tuning: what `earlier` has returned.
-            batch: rank 0's, as `describe_batch` has it.
+            tuning: returned by `earlier`.
+            batch: rank 0's, from `describe_batch`.
 
         Raises:
-            ConfigurationError: it does not, and nothing is to be measured.
+            ConfigurationError: it does not hold, and nothing is to be measured.
         """
         here = replace(tuning.conditions, batch=batch)
         if self.file is not None and not self.tune:
             refuse_other_conditions(self.file, tuning, here)
         if self.file is None and samples_of(batch) == samples_of(tuning.conditions.batch):
-            return True  # an earlier attempt of this run, which each preemption would have measured anew
+            return True  # from an earlier attempt of this run: a restart should not measure anew
         return not tuning.conditions.differences(here)
 
-    def _read_file(self, folder: Path | None, here: Conditions) -> Tuning | None:
-        """On rank 0."""
+    def _read_file(self, path: Path | None, here: Conditions) -> Tuning | None:
         if self.file is not None:
             found = read_tuning(self.file)
             refuse_other_conditions(self.file, found, here)
@@ -91,8 +87,7 @@ class TuningOrder:
                     "It is taken as it is: measure anew if they have changed since."
                 )
             return found
-        path = folder / FILE if self.tune and folder is not None else None
-        if path is None or not path.is_file():
+        if not self.tune or path is None or not path.is_file():
             return None
         found = read_tuning(path)
         if found.conditions.differences(here) or found.request != self.request:
@@ -101,35 +96,27 @@ class TuningOrder:
         return found
 
 
-def tune(order: TuningOrder, trainer: Trainer, module: LightningModule, bench: TrialBench, here: Conditions) -> Tuning:
-    """Search for the fastest settings, and record what was found; a collective.
-
-    Args:
-        order: what is asked for.
-        trainer: about to take its first step.
-        module: what it trains.
-        bench: for trials on a copy of the module.
-        here: what the result holds for.
+def tune(order: TuningOrder, module: LightningModule, bench: TrialBench, here: Conditions) -> Tuning:
+    """Search for the fastest settings for a module that is about to take its first step; a collective.
 
     Returns:
         The result. If nothing can be measured, its pick is the default and it has no rows.
     """
     say("Tuning the communication of DDP on the first batch, with a copy of the module. First without communication.")
-    with paused(trainer):
+    with paused(module.trainer):
         try:
             found = _search(order.request, module, bench, here)
         except RefusalError as refusal:
             rank_zero_warn(f"The communication settings are not tuned, and stay as they are: {refusal}.")
             return tuning_of(here, order.request, order.request.default, str(refusal), steps=bench.steps)
     say(found.report())
-    folder = _folder(trainer)
-    _record(found, trainer, order.file or (folder / FILE if folder is not None else None))
+    _record(found, module.trainer, order.file or _file_of_run(module.trainer))
     return found
 
 
 def _search(request: Request, module: LightningModule, bench: TrialBench, here: Conditions) -> Tuning:
     if not module.automatic_optimization:
-        # The Trainer's optimizers and schedulers are those of the original.
+        # The Trainer's optimizers and schedulers belong to the original.
         raise RefusalError("the module optimizes manually, so that each trial would step its optimizers")
     if is_compiled(module):
         raise RefusalError(
@@ -142,7 +129,9 @@ def _search(request: Request, module: LightningModule, bench: TrialBench, here: 
             alone[:] = map(min, alone, bench.alone(_MORE_STEPS))
             return max(alone)
 
-        if straggler(alone) is not None:  # or a busy machine
+        try:
+            refuse_straggler(alone)
+        except RefusalError:  # or the machine was busy
             look_again()
             refuse_straggler(alone)
         say(f"Without communication a step takes {1e3 * max(alone):,.1f} ms.")
@@ -152,44 +141,31 @@ def _search(request: Request, module: LightningModule, bench: TrialBench, here: 
     return tuning_of(here, request, pick, search.why, search.trials, alone, bench.steps)
 
 
-def straggler(alone: list[float]) -> int | None:
-    """The rank that computes for far longer than the others; None if there is none.
-
-    Args:
-        alone: seconds of a step of each rank without communication.
-    """
-    slowest = max(range(len(alone)), key=alone.__getitem__)
-    return slowest if alone[slowest] > _STRAGGLER * _median_of_others(alone, slowest) else None
-
-
 def refuse_straggler(alone: list[float]) -> None:
     """Refuse to measure where one rank computes for far longer than the others.
 
     Args:
         alone: seconds of a step of each rank without communication.
     """
-    slowest = straggler(alone)
-    if slowest is not None:
+    slowest = max(range(len(alone)), key=alone.__getitem__)
+    others = statistics.median([*alone[:slowest], *alone[slowest + 1 :]])
+    if alone[slowest] > _STRAGGLER * others:
         raise RefusalError(
             f"rank {slowest} computes for {1e3 * alone[slowest]:,.0f} ms a step, and the others for "
-            f"{1e3 * _median_of_others(alone, slowest):,.0f} ms, so that they wait for it and not for the network. "
+            f"{1e3 * others:,.0f} ms, so that they wait for it and not for the network. "
             "Find out why it is slow, or tune with batches of equal size"
         )
 
 
-def _median_of_others(alone: list[float], rank: int) -> float:
-    return statistics.median([*alone[:rank], *alone[rank + 1 :]])
-
-
 @rank_zero_only
 def say(text: str) -> None:
-    """Print it: a recipe's console leaves out what Lightning's logger says."""
+    """Print a text on rank 0. A recipe's console does not show the messages of Lightning's logger."""
     print(text, flush=True)
 
 
 @rank_zero_only
 def _record(found: Tuning, trainer: Trainer, path: Path | None) -> None:
-    """Write the file, and put it and its figures into the run."""
+    """Write the file, and log it and its metrics."""
     if path is not None:
         try:
             write_tuning(path, found)
@@ -205,6 +181,6 @@ def _record(found: Tuning, trainer: Trainer, path: Path | None) -> None:
             logger.log_file(path, "tuning")
 
 
-def _folder(trainer: Trainer) -> Path | None:
-    """The run's folder, if it is on a disk."""
-    return None if "://" in trainer.default_root_dir else Path(trainer.default_root_dir)
+def _file_of_run(trainer: Trainer) -> Path | None:
+    """Return the file in the run's folder, if that is on a disk."""
+    return None if "://" in trainer.default_root_dir else Path(trainer.default_root_dir) / FILE
