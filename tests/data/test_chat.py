@@ -135,6 +135,13 @@ def test_batches_are_rows_with_a_mask_and_the_label_of_each_next_token(data: Cha
     assert len(held) == 2  # 4 samples, 3 a batch
 
 
+def test_other_users_of_a_shared_disk_may_read_the_tokens(data: ChatDataModule, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    data.prepare_data()
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert folder.stat().st_mode == (tmp_path / "folder").stat().st_mode
+
+
 def test_rows_are_filled_up_with_what_nobody_learns() -> None:
     short = {"input_ids": torch.tensor([5]), "shift_labels": torch.tensor([6])}
     long = {"input_ids": torch.arange(9), "shift_labels": torch.arange(9)}

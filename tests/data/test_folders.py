@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from azureml_strategy.data.folders import DataFolderError, resolve_root, scan_class_folders
+from azureml_strategy.data.folders import DataFolderError, resolve_place, scan_class_folders
 
 
 def _touch(*paths: Path) -> None:
@@ -74,22 +74,22 @@ def test_class_folders_without_images_are_pointed_at(tmp_path: Path) -> None:
 
 
 def test_the_root_is_taken_as_given(tmp_path: Path) -> None:
-    assert resolve_root(tmp_path, None, {}) == tmp_path
+    assert resolve_place(tmp_path, None, {}) == str(tmp_path)
 
 
 def test_an_input_is_found_where_it_is_mounted() -> None:
-    assert resolve_root(None, "images", {"AZURE_ML_INPUT_images": "/mnt/x"}) == Path("/mnt/x")
+    assert resolve_place(None, "images", {"AZURE_ML_INPUT_images": "/mnt/x"}) == "/mnt/x"
 
 
 def test_an_unknown_input_lists_the_known_ones() -> None:
     environ = {"AZURE_ML_INPUT_b": "/b", "AZURE_ML_INPUT_a": "/a", "OTHER": ""}
     with pytest.raises(DataFolderError, match=r"AZURE_ML_INPUT_images is not set.*has the inputs a, b"):
-        resolve_root(None, "images", environ)
+        resolve_place(None, "images", environ)
     with pytest.raises(DataFolderError, match="no Azure ML inputs"):
-        resolve_root(None, "images", {})
+        resolve_place(None, "images", {})
 
 
 @pytest.mark.parametrize(("root", "name", "seen"), [(None, None, "neither"), ("/x", "y", "both root='/x'")])
 def test_exactly_one_source_is_needed(root: str | None, name: str | None, seen: str) -> None:
     with pytest.raises(ValueError, match=f"either `root` or `input_name`, and {seen}"):
-        resolve_root(root, name, {})
+        resolve_place(root, name, {})

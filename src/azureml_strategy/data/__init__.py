@@ -6,84 +6,51 @@ from typing import TYPE_CHECKING
 
 from azureml_strategy.lazy import lazy_attributes
 
-if TYPE_CHECKING:
-    from azureml_strategy.data.chat import ChatDataModule
-    from azureml_strategy.data.digits import DigitsDataModule
-    from azureml_strategy.data.folders import DataFolderError
-    from azureml_strategy.data.gpu_decoding import NvjpegDataModule
-    from azureml_strategy.data.images import EvaluationImages, ImageFolder, TrainingImages, UnreadableImagesError
-    from azureml_strategy.data.modules import ImageFolderDataModule
-    from azureml_strategy.data.node_cache.client import CacheSettings
-    from azureml_strategy.data.sampler import (
-        EvaluationSampler,
-        PlannedLoader,
-        ResumableLoader,
-        ResumableSampler,
-        TrainingSampler,
-        WindowSampler,
-    )
-    from azureml_strategy.data.shard_index import ShardIndexError
-    from azureml_strategy.data.sharded_images import ShardedImages
-    from azureml_strategy.data.storage import StorageError
-    from azureml_strategy.data.synthetic import SyntheticDataModule
-    from azureml_strategy.data.text import SequenceSampler, TextDataModule, TokenSequences, count_tokens
-    from azureml_strategy.data.tokens import CorpusError
+if TYPE_CHECKING:  # `as`, so that type checkers take the names for public ones
+    from azureml_strategy.data.chat import ChatDataModule as ChatDataModule
+    from azureml_strategy.data.digits import DigitsDataModule as DigitsDataModule
+    from azureml_strategy.data.folders import DataFolderError as DataFolderError
+    from azureml_strategy.data.gpu_decoding import NvjpegDataModule as NvjpegDataModule
+    from azureml_strategy.data.images import EvaluationImages as EvaluationImages
+    from azureml_strategy.data.images import ImageFolder as ImageFolder
+    from azureml_strategy.data.images import TrainingImages as TrainingImages
+    from azureml_strategy.data.images import UnreadableImagesError as UnreadableImagesError
+    from azureml_strategy.data.modules import ImageFolderDataModule as ImageFolderDataModule
+    from azureml_strategy.data.node_cache.client import CacheSettings as CacheSettings
+    from azureml_strategy.data.sampler import EvaluationSampler as EvaluationSampler
+    from azureml_strategy.data.sampler import PlannedLoader as PlannedLoader
+    from azureml_strategy.data.sampler import ResumableLoader as ResumableLoader
+    from azureml_strategy.data.sampler import ResumableSampler as ResumableSampler
+    from azureml_strategy.data.sampler import TrainingSampler as TrainingSampler
+    from azureml_strategy.data.sampler import WindowSampler as WindowSampler
+    from azureml_strategy.data.shard_index import ShardIndexError as ShardIndexError
+    from azureml_strategy.data.sharded_images import ShardedImages as ShardedImages
+    from azureml_strategy.data.storage import StorageError as StorageError
+    from azureml_strategy.data.synthetic import SyntheticDataModule as SyntheticDataModule
+    from azureml_strategy.data.text import SequenceSampler as SequenceSampler
+    from azureml_strategy.data.text import TextDataModule as TextDataModule
+    from azureml_strategy.data.text import TokenSequences as TokenSequences
+    from azureml_strategy.data.text import count_tokens as count_tokens
+    from azureml_strategy.data.tokens import CorpusError as CorpusError
 
-__all__ = [
-    "CacheSettings",
-    "ChatDataModule",
-    "CorpusError",
-    "DataFolderError",
-    "DigitsDataModule",
-    "EvaluationImages",
-    "EvaluationSampler",
-    "ImageFolder",
-    "ImageFolderDataModule",
-    "NvjpegDataModule",
-    "PlannedLoader",
-    "ResumableLoader",
-    "ResumableSampler",
-    "SequenceSampler",
-    "ShardIndexError",
-    "ShardedImages",
-    "StorageError",
-    "SyntheticDataModule",
-    "TextDataModule",
-    "TokenSequences",
-    "TrainingImages",
-    "TrainingSampler",
-    "UnreadableImagesError",
-    "WindowSampler",
-    "count_tokens",
-]
+_MODULES = {
+    "chat": "ChatDataModule",
+    "digits": "DigitsDataModule",
+    "folders": "DataFolderError",
+    "gpu_decoding": "NvjpegDataModule",
+    "images": "EvaluationImages ImageFolder TrainingImages UnreadableImagesError",
+    "modules": "ImageFolderDataModule",
+    "node_cache.client": "CacheSettings",
+    "sampler": "EvaluationSampler PlannedLoader ResumableLoader ResumableSampler TrainingSampler WindowSampler",
+    "shard_index": "ShardIndexError",
+    "sharded_images": "ShardedImages",
+    "storage": "StorageError",
+    "synthetic": "SyntheticDataModule",
+    "text": "SequenceSampler TextDataModule TokenSequences count_tokens",
+    "tokens": "CorpusError",
+}
+_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}
 
-__getattr__ = lazy_attributes(
-    __name__,
-    {
-        "CacheSettings": "azureml_strategy.data.node_cache.client",
-        "StorageError": "azureml_strategy.data.storage",
-        "ChatDataModule": "azureml_strategy.data.chat",
-        "CorpusError": "azureml_strategy.data.tokens",
-        "DigitsDataModule": "azureml_strategy.data.digits",
-        "DataFolderError": "azureml_strategy.data.folders",
-        "EvaluationImages": "azureml_strategy.data.images",
-        "ImageFolder": "azureml_strategy.data.images",
-        "TrainingImages": "azureml_strategy.data.images",
-        "ImageFolderDataModule": "azureml_strategy.data.modules",
-        "NvjpegDataModule": "azureml_strategy.data.gpu_decoding",
-        "PlannedLoader": "azureml_strategy.data.sampler",
-        "ResumableLoader": "azureml_strategy.data.sampler",
-        "ResumableSampler": "azureml_strategy.data.sampler",
-        "EvaluationSampler": "azureml_strategy.data.sampler",
-        "TrainingSampler": "azureml_strategy.data.sampler",
-        "WindowSampler": "azureml_strategy.data.sampler",
-        "ShardedImages": "azureml_strategy.data.sharded_images",
-        "ShardIndexError": "azureml_strategy.data.shard_index",
-        "SyntheticDataModule": "azureml_strategy.data.synthetic",
-        "TokenSequences": "azureml_strategy.data.text",
-        "count_tokens": "azureml_strategy.data.text",
-        "TextDataModule": "azureml_strategy.data.text",
-        "SequenceSampler": "azureml_strategy.data.text",
-        "UnreadableImagesError": "azureml_strategy.data.images",
-    },
-)
+__all__ = sorted(_MODULE_OF)
+
+__getattr__ = lazy_attributes(__name__, _MODULE_OF)

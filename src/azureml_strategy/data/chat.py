@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,10 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from azureml_strategy.data.conversations import ConversationEncoder, Learn, encode_files
+from azureml_strategy.data.folders import written_once
 from azureml_strategy.data.images import IGNORED_LABEL
-from azureml_strategy.data.sampler import ResumableLoader, global_seed, replica
 from azureml_strategy.data.skipped import PassedOver, first_names, warn
-from azureml_strategy.data.text import SequenceSampler, TokenDataModule
+from azureml_strategy.data.text import TokenDataModule
 from azureml_strategy.data.tokens import Corpus, CorpusError, find_corpus
 from azureml_strategy.huggingface.sources import find_source
 
@@ -79,14 +77,9 @@ def collate(samples: Sequence[Sample]) -> Sample:
 
 
 def write_conversations(folder: Path, corpus: Corpus, encoder: ConversationEncoder) -> None:
-    """Write all samples with something to learn, all or nothing. The first of several processes wins.
+    """Write all samples with something to learn, all or nothing, as `written_once` does.
 
-    What is left out, and keys of the lines that are not read, are kept beside them, so that each run tells of them.
-
-    Args:
-        folder: target; left as it is if it exists.
-        corpus: the files.
-        encoder: makes their lines to tokens.
+    Sentences about what is left out are written beside them, so that each run warns of it, not only this one.
 
     Raises:
         CorpusError: a line cannot be read, or nothing is to be learned.
@@ -101,25 +94,20 @@ def write_conversations(folder: Path, corpus: Corpus, encoder: ConversationEncod
             others.add(place)
     if len(samples) < 2:
         raise CorpusError(f"{corpus.root} has {len(samples)} sample(s) with something to learn. At least 2 are needed.")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    written = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".samples-"))
-    try:
-        starts = np.cumsum([0, *(len(each.tokens) for each in samples)])
-        tokens = np.concatenate([each.tokens for each in samples]).astype(np.uint32)
-        learned = np.concatenate([each.learned for each in samples])
+    starts = np.cumsum([0, *(len(each.tokens) for each in samples)])
+    tokens = np.concatenate([each.tokens for each in samples]).astype(np.uint32)
+    learned = np.concatenate([each.learned for each in samples])
+    with written_once(folder, ".samples-") as written:
+        if written is None:
+            return
+        written.mkdir()
         for name, array in zip(_ARRAYS, (tokens, learned, starts), strict=True):
             np.save(written / f"{name}.npy", array)
         (written / _LEFT_OUT).write_text(json.dumps(_left_out(corpus, len(samples), others, encoder)))
-        written.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # otherwise another process was first
-            raise
-    finally:
-        shutil.rmtree(written, ignore_errors=True)
 
 
 def _left_out(corpus: Corpus, samples: int, others: PassedOver, encoder: ConversationEncoder) -> list[str]:
-    """Sentences that say what of the lines is not learned from."""
+    """Return sentences that say which lines and keys are not learned from."""
     found = []
     if others:
         found.append(
@@ -144,7 +132,7 @@ def _left_out(corpus: Corpus, samples: int, others: PassedOver, encoder: Convers
 
 
 def _warn_of_cut_samples(folder: Path, length: int) -> None:
-    """Warn of samples that end at `length` tokens, and of those in which nothing is left to learn."""
+    """Warn of samples that are cut off at `length` tokens, and of those that have nothing left to learn."""
     starts = np.load(folder / "starts.npy", mmap_mode="r")
     learned = np.load(folder / "learned.npy", mmap_mode="r")
     sizes = np.diff(starts) - 1  # the last token is a label only
@@ -230,19 +218,6 @@ class ChatDataModule(TokenDataModule):
             self._parts = {"train": sorted(order[held:]), "val": sorted(order[:held])}
             _warn_of_cut_samples(self._folder, self.sequence_length)
 
-    @override
-    def train_dataloader(self) -> ResumableLoader:
-        """Return the shuffled training samples of this replica."""
-        samples = self._samples("train")
-        replicas, rank = replica(self.trainer)
-        if len(samples) < self.batch_size * replicas:
-            raise CorpusError(
-                f"There are {len(samples)} training samples, fewer than a batch of {self.batch_size} on each of "
-                f"{replicas} replicas. Set data.batch_size={max(len(samples) // replicas, 1)} or less, or give more."
-            )
-        sampler = SequenceSampler(samples, replicas, rank, global_seed())
-        return ResumableLoader(samples, sampler=sampler, **self._loader_options())
-
     def _locate(self, write: bool) -> Path:
         from transformers import AutoTokenizer
 
@@ -268,6 +243,13 @@ class ChatDataModule(TokenDataModule):
     def _samples(self, part: str) -> Conversations:
         assert self._folder is not None, "setup() opens the tokens"
         return Conversations(self._folder, self._parts[part], self.sequence_length)
+
+    @override
+    def _too_few(self, samples: int, replicas: int) -> str:
+        return (
+            f"There are {samples} training samples, fewer than a batch of {self.batch_size} on each of "
+            f"{replicas} replicas. Set data.batch_size={max(samples // replicas, 1)} or less, or give more."
+        )
 
     @override
     def _loader_options(self) -> dict[str, Any]:

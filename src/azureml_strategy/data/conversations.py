@@ -44,8 +44,8 @@ class ConversationEncoder:
         name: of the tokenizer, for messages.
 
     Attributes:
-        unread: how many lines had each key that says nothing about their tokens.
-        unread_in_messages: how many messages had each key that changes nothing in what the chat template writes.
+        unread: how many lines had each key that does not change their tokens.
+        unread_in_messages: how many messages had each key that does not change what the chat template writes.
     """
 
     def __init__(self, tokenizer: Any, learn: Learn, name: str) -> None:
@@ -54,7 +54,7 @@ class ConversationEncoder:
         self.unread_in_messages: Counter[str] = Counter()
 
     def identity(self) -> str:
-        """Hash what decides about the tokens: all files of the tokenizer, as it saves itself, and what is learned."""
+        """Hash what the tokens depend on: all files of the tokenizer, as it saves itself, and what is learned."""
         digest = hashlib.sha256(repr((_VERSION, self._learn)).encode())
         with tempfile.TemporaryDirectory() as folder:
             self._tokenizer.save_pretrained(folder)
@@ -64,11 +64,7 @@ class ConversationEncoder:
         return digest.hexdigest()
 
     def encode(self, line: str, place: str) -> Encoded:
-        """Return the tokens of a line.
-
-        Args:
-            line: one JSON object.
-            place: file and number of the line, for messages.
+        """Return the tokens of a line, one JSON object. `place` is its file and number, for messages.
 
         Raises:
             CorpusError: it is no JSON, of no known form, or not what the chat template takes.
@@ -80,8 +76,6 @@ class ConversationEncoder:
         if not isinstance(sample, dict):
             raise CorpusError(f"{place} is a {type(sample).__name__}. Each line is one object: {_FORMS}.")
         parts = list(self._parts(sample, place))
-        forms = ({"messages"}, {"prompt", "completion"}, {"text"})  # the first one that the line has is read
-        self.unread.update(sample.keys() - next((form for form in forms if form <= sample.keys()), {"text"}))
         tokens = np.array([token for piece, _ in parts for token in piece], dtype=np.int64)
         learned = np.array([flag for piece, flag in parts for _ in piece], dtype=np.bool_)
         return Encoded(tokens, learned)
@@ -92,19 +86,22 @@ class ConversationEncoder:
         if "messages" in sample:
             messages = _messages(sample["messages"], place)
             yield from self._turns(messages, place)
+            self.unread.update(sample.keys() - {"messages"})
             self.unread_in_messages.update(self._unread_keys(messages, place))
         elif "prompt" in sample and "completion" in sample:
             yield self._plain(sample["prompt"], place, first=True), everything
             yield self._plain(sample["completion"], place), True
             yield self._end(), True
+            self.unread.update(sample.keys() - {"prompt", "completion"})
         elif "text" in sample:
             yield self._plain(sample["text"], place, first=True), True
             yield self._end(), True
+            self.unread.update(sample.keys() - {"text"})
         else:
             raise CorpusError(f"{place} has the keys {', '.join(sample) or 'none'}. A line is {_FORMS}.")
 
     def _turns(self, messages: Sequence[Message], place: str) -> Iterator[tuple[list[int], bool]]:
-        """Yield the tokens of a conversation up to each answer, of the answer, and so on, and whether to learn them."""
+        """Yield the tokens up to each answer and those of the answer in turn, and whether they are learned."""
         done: list[int] = []
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -179,18 +176,16 @@ def encode_files(corpus: Corpus, encoder: ConversationEncoder) -> Iterator[tuple
         CorpusError: a line cannot be read.
     """
     for document in corpus.documents:
-        with document.open(encoding="utf-8") as lines:
-            for number, line in _numbered(lines, document):
-                if line.strip():
-                    place = f"{document}:{number}"
-                    yield place, encoder.encode(line, place)
-
-
-def _numbered(lines: Any, document: Path) -> Iterator[tuple[int, str]]:
-    try:
-        yield from enumerate(lines, 1)
-    except UnicodeDecodeError as error:
-        raise CorpusError(f"{document} is not UTF-8: {error}. Convert it, or leave it out by data.pattern.") from error
+        try:
+            with document.open(encoding="utf-8") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        place = f"{document}:{number}"
+                        yield place, encoder.encode(line, place)
+        except UnicodeDecodeError as error:
+            raise CorpusError(
+                f"{document} is not UTF-8: {error}. Convert it, or leave it out by data.pattern."
+            ) from error
 
 
 def _other_keys(message: Message) -> set[str]:

@@ -45,16 +45,8 @@ class Crop(NamedTuple):
 def random_crop(width: int, height: int, minimum_scale: float, flip: bool, rng: random.Random) -> Crop:
     """Return a crop of random area and aspect ratio, as torchvision's RandomResizedCrop, mirrored half the time.
 
-    Args:
-        width: of the image, pixels.
-        height: of the image, pixels.
-        minimum_scale: the smallest share of the image's area, above 0 and up to 1; 0.08 for ImageNet.
-        flip: whether to mirror at all.
-        rng: source of randomness.
-
-    Returns:
-        A crop within the image. If none of ten attempts fits, as in an extremely long image, it is the largest centred
-        crop of an allowed aspect ratio.
+    The area is at least `minimum_scale` of the image's; 0.08 for ImageNet. If none of ten attempts fits into the image,
+    as in an extremely long one, it is the largest centred crop of an allowed aspect ratio.
     """
     mirrored = flip and rng.random() < 0.5
     for _ in range(_ATTEMPTS):
@@ -69,14 +61,9 @@ def random_crop(width: int, height: int, minimum_scale: float, flip: bool, rng: 
 
 
 def window_crop(width: int, height: int, size: int, flip: bool, rng: random.Random) -> Crop:
-    """Return a random square of an image's own pixels, mirrored half the time: for images that are small already.
+    """Return a random square of `size` pixels, mirrored half the time, for images that were resized before.
 
-    Args:
-        width: of the image, pixels.
-        height: of the image, pixels.
-        size: side of the square, pixels. In an image whose shorter side is less, the square has that side.
-        flip: whether to mirror at all.
-        rng: source of randomness.
+    In an image whose shorter side is less, the square has that side.
     """
     mirrored = flip and rng.random() < 0.5
     side = min(size, width, height)
@@ -86,11 +73,8 @@ def window_crop(width: int, height: int, size: int, flip: bool, rng: random.Rand
 def centre_crop(width: int, height: int, share: float) -> Crop:
     """Return a square in the centre of an image.
 
-    Args:
-        width: of the image, pixels.
-        height: of the image, pixels.
-        share: side of the square divided by the image's shorter side. 0.875 is the usual evaluation on ImageNet: resize
-            the shorter side to 256 pixels, then cut out 224.
+    `share` is its side divided by the image's shorter side. 0.875 is the usual evaluation on ImageNet: resize the
+    shorter side to 256 pixels, then cut out 224.
     """
     side = min(width, height) * share
     return _centred(width, height, side, side)
@@ -101,18 +85,11 @@ def _centred(width: int, height: int, crop_width: float, crop_height: float) -> 
 
 
 def with_fewer_rows(record: bytes, rows: int) -> tuple[bytes | bytearray, int]:
-    """Return a JPEG of the first rows of another one.
+    """Return a JPEG of at least the first rows of another one, and how many it has; -1 for a file that was not changed.
 
-    What is left over of the file is data in excess, of which a decoder has to be tolerant (simplejpeg's
-    `strict=False`). A tolerant decoder takes a file that was cut off, too. So one that does not end as a JPEG does is
-    returned as it is, and so is one that cannot be shortened.
-
-    Args:
-        record: a JPEG file.
-        rows: how many are needed, 1 or more.
-
-    Returns:
-        The file, and how many rows it has: those needed and up to 15 more, or all; -1 for a file that was not changed.
+    Only the height in its header is changed. The decoder has to tolerate the pixels of the other rows (simplejpeg's
+    `strict=False`), and so would decode a file that was cut off, too. Therefore a file that does not end as a JPEG does
+    is not changed, and neither is one whose rows do not follow one another.
     """
     place = _place_of_height(record) if record.endswith(_END_OF_IMAGE) else None
     if place is None:
@@ -126,7 +103,7 @@ def with_fewer_rows(record: bytes, rows: int) -> tuple[bytes | bytearray, int]:
 
 
 def _place_of_height(record: bytes) -> int | None:
-    """Return where the number of rows stands in a file whose rows follow one another; None in another file."""
+    """Return the position of the height in a JPEG whose rows follow one another; None for another file."""
     height = components = None
     place = len(_START_OF_IMAGE)
     while place + 10 < len(record) and record[place] == 0xFF:
@@ -148,16 +125,14 @@ Decoder = Callable[[bytes, ChooseCrop, Pixels], None]
 _JPEG, _NPY = b"\xff\xd8\xff", b"\x93NUMPY"
 # Of simplejpeg's scales, n/8, only these are faster than the whole: libjpeg-turbo has vector code for them.
 _REDUCTIONS = (8, 4, 2)
-# Nearer than this, in pixels, a crop lies at whole pixels. Arithmetic with floating point leaves some 1e-13.
+# A crop whose edges are less than this from whole pixels lies at whole pixels. Rounding errors are some 1e-13.
 _WHOLE = 1e-6
 
 
 def choose_decoder(name: str) -> Decoder:
-    """Return a decoder by name.
+    """Return a decoder by name: `pillow`, `simplejpeg`, or `auto`, which is simplejpeg if it is installed.
 
-    Args:
-        name: `pillow`; `simplejpeg`, which is faster on JPEGs and leaves all else to Pillow; or `auto`, simplejpeg if
-            it is installed.
+    simplejpeg is faster on JPEGs, and leaves all else to Pillow.
 
     Raises:
         ValueError: there is no such decoder.
@@ -215,7 +190,7 @@ def decode_simplejpeg(record: bytes, choose_crop: ChooseCrop, square: Pixels) ->
             return decode_pillow(record, choose_crop, square)
         crop = choose_crop(width, height)
         reduction = _reduction(width, height, crop, len(square))
-        # Triangles reach beyond the crop, and colours beyond their pixels.
+        # Resizing reaches beyond the crop, and colours, which are stored at a lower resolution, beyond their pixels.
         reach = math.ceil(crop.height / len(square)) + 3 * reduction
         shorter, rows = with_fewer_rows(record, math.ceil(crop.top + crop.height) + reach)
         pixels = simplejpeg.decode_jpeg(
@@ -224,7 +199,7 @@ def decode_simplejpeg(record: bytes, choose_crop: ChooseCrop, square: Pixels) ->
             min_width=-(-width // reduction),
             strict=rows < 0,
         )
-    except ValueError:  # CMYK, or damage: Pillow reads some of these files, and says what is wrong with the others
+    except ValueError:  # CMYK, or damaged: Pillow reads some of these files, and says what is wrong with the others
         return decode_pillow(record, choose_crop, square)
     # libjpeg makes a pixel of each square of `reduction` pixels, and one of the remainder at the right and lower edges.
     left, top, crop_width, crop_height = (side / reduction for side in crop[:4])
@@ -250,14 +225,12 @@ def decode_pixels(record: bytes, choose_crop: ChooseCrop, square: Pixels) -> Non
 
 
 def resize_antialiased(pixels: Tensor, square: Tensor) -> None:
-    """Resize images by triangles, as Pillow's BILINEAR.
+    """Resize images, `(N, 3, height, width)`, by triangles, as Pillow's BILINEAR, into `square`, `(N, 3, size, size)`.
 
-    Args:
-        pixels: `(N, 3, height, width)`. Bytes are fastest in channels_last.
-        square: what to write to, `(N, 3, size, size)`.
+    Bytes are fastest in channels_last.
     """
-    # What torch.nn.functional.interpolate(antialias=True) calls. It cannot write to memory that there is, and costs
-    # two more copies of each image.
+    # torch.nn.functional.interpolate(antialias=True) calls the same, but returns new memory: two more copies of each
+    # image.
     torch.ops.aten._upsample_bilinear2d_aa.out(pixels, list(square.shape[2:]), False, None, None, out=square)
 
 
@@ -303,9 +276,9 @@ def _reduction(width: int, height: int, crop: Crop, size: int) -> int:
     return next((each for each in _REDUCTIONS if min(crop.width, crop.height) >= each * size), 1)
 
 
-@lru_cache(maxsize=1024)  # as many as there are different sizes: to read a header takes 20 us
+@lru_cache(maxsize=1024)  # to parse a header takes 20 us, and a set has few different sizes
 def _npy_size(header: bytes) -> tuple[int, int]:
-    """Return height and width of the pixels in a numpy file, by all that comes before them."""
+    """Return height and width from the header of a numpy file."""
     file = io.BytesIO(header)
     if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError(f"a numpy file of version {header[6]}.{header[7]}; pixels are written in version 1.0")

@@ -100,12 +100,7 @@ def _place(root: str | os.PathLike[str] | None) -> Path:
 
 
 def write_digits(folder: Path, validation_fraction: float) -> None:
-    """Write the digits as `folder/{train,val}/{0..9}/NNNN.jpg`, all or nothing.
-
-    Args:
-        folder: target; left as it is if it exists.
-        validation_fraction: share of the digits for `val`.
-    """
+    """Write the digits as `folder/{train,val}/{0..9}/NNNN.jpg`, all or nothing, as `written_once` does."""
     with written_once(folder, ".digits-") as scratch:
         if scratch is None:
             return
@@ -125,12 +120,7 @@ def write_digits(folder: Path, validation_fraction: float) -> None:
 
 
 def pack_digits(files: Path, folder: Path) -> None:
-    """Pack the digits into shards, `folder/{train,val}`, all or nothing.
-
-    Args:
-        files: what `write_digits` has written.
-        folder: target; left as it is if it exists.
-    """
+    """Pack what `write_digits` has written into shards, `folder/{train,val}`, all or nothing."""
     from azureml_strategy.data.packing.images import ImageForm
     from azureml_strategy.data.packing.pack import Packing, pack
     from azureml_strategy.data.packing.sources import find_images

@@ -34,8 +34,8 @@ class ClassFolders:
     Attributes:
         root: the folder that holds the class folders.
         classes: names of the class folders, sorted; the index of a class is its label.
-        names: `class/image.jpg` of each image, as bytes. A numpy array, because worker processes share its memory; a
-            list of strings would be copied page by page into each of them, by its reference counts.
+        names: `class/image.jpg` of each image, as bytes. They are a numpy array, whose memory worker processes share.
+            A list of strings would be copied page by page into each of them, by its reference counts.
         labels: int64 labels of the images.
     """
 
@@ -61,7 +61,7 @@ def scan_class_folders(root: str | os.PathLike[str]) -> ClassFolders:
         DataFolderError: the folder does not exist, has no class folders, or none of them has images.
     """
     root = os.path.expanduser(os.fspath(root))
-    classes, outside = _list_root(root)
+    classes, outside = list_class_folders(root)
     with ThreadPoolExecutor(max_workers=16) as pool:  # listing a mounted folder mostly waits for the network
         listed = list(pool.map(lambda name: _image_names(root, name), classes))
     names = [name for folder, _ in listed for name in folder]
@@ -87,12 +87,8 @@ def scan_class_folders(root: str | os.PathLike[str]) -> ClassFolders:
 def written_once(folder: Path, prefix: str) -> Iterator[Path | None]:
     """Yield a path to write a folder at, which gets its name at the end of the context; None if the folder exists.
 
-    It lies beside the folder, so a killed process leaves no incomplete data set. If several processes write at once,
-    on any number of nodes, the first one wins and the others use its files.
-
-    Args:
-        folder: target.
-        prefix: of the temporary folder.
+    The path is in a temporary folder beside it, so that a killed process leaves no incomplete data set. If several
+    processes write at once, on any number of nodes, the first one wins, and the others use its files.
     """
     if folder.is_dir():
         yield None
@@ -111,11 +107,6 @@ def written_once(folder: Path, prefix: str) -> Iterator[Path | None]:
 def user_cache() -> Path:
     """Return the folder of this package in the user's cache: `~/.cache`, or XDG_CACHE_HOME."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "azureml_strategy"
-
-
-def resolve_root(root: str | os.PathLike[str] | None, input_name: str | None, environ: Mapping[str, str]) -> Path:
-    """Return the folder of a data set, as `resolve_place` does."""
-    return Path(resolve_place(root, input_name, environ))
 
 
 def resolve_place(root: str | os.PathLike[str] | None, input_name: str | None, environ: Mapping[str, str]) -> str:
@@ -147,17 +138,12 @@ def resolve_place(root: str | os.PathLike[str] | None, input_name: str | None, e
     return environ[variable]
 
 
-def class_names(root: str | os.PathLike[str]) -> list[str]:
-    """Return the names of the class folders in a folder, sorted.
+def list_class_folders(root: str | os.PathLike[str]) -> tuple[list[str], PassedOver]:
+    """Return the names of the class folders in a folder, sorted, and the images beside them.
 
     Raises:
         DataFolderError: the folder does not exist, or has no class folders.
     """
-    return _list_root(root)[0]
-
-
-def _list_root(root: str | os.PathLike[str]) -> tuple[list[str], PassedOver]:
-    """The class folders, and the images beside them."""
     if not os.path.isdir(root):
         raise DataFolderError(f"There is no data folder {root}. {_HINT}")
     with os.scandir(root) as entries:
@@ -173,7 +159,7 @@ def _list_root(root: str | os.PathLike[str]) -> tuple[list[str], PassedOver]:
 
 
 def _image_names(root: str, class_name: str) -> tuple[list[bytes], PassedOver]:
-    """The images of a class, and what else its folder holds."""
+    """Return the images of a class, and what else its folder holds."""
     names, others = [], PassedOver()
     with os.scandir(os.path.join(root, class_name)) as entries:
         found = sorted(entries, key=lambda entry: entry.name)

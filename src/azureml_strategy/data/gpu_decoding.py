@@ -3,8 +3,8 @@
 NOT RUN on a GPU so far (docs/gpu.md). What runs without one is tested: the packing of batches, cropping and
 resizing, and the refusals. torchcodec's part follows its documentation of `torchcodec.decoders.decode_jpeg`, 0.16.
 
-A worker only reads records and chooses crops. What nvJPEG does not take (anything but a whole JPEG of one or three
-colours) it decodes itself, with substitutes for what is unreadable. In a recipe:
+A worker only reads records and chooses crops. nvJPEG takes whole JPEGs of one or three colours. The worker decodes all
+other records itself, with substitutes for what is unreadable. In a recipe:
 
     data._target_=azureml_strategy.data.NvjpegDataModule
 
@@ -35,10 +35,10 @@ _OLDEST = (0, 16)  # of torchcodec: the first with images
 
 
 class EncodedBatch:
-    """JPEGs of a batch in one buffer, and what to make of them. Lightning leaves an object of this kind on the CPU.
+    """The JPEGs of a batch in one buffer. Lightning leaves it on the CPU, where torchcodec wants it.
 
     Args:
-        records: the files; torchcodec wants them on the CPU.
+        records: the files.
         crops: what to cut out of each, in its pixels.
         places: the place of each in the batch.
         images: uint8 `(N, 3, size, size)` in channels_last, with the images that are decoded already.

@@ -20,6 +20,7 @@ from typing_extensions import override
 from azureml_strategy.data.decoding import Crop, centre_crop, choose_decoder, random_crop, window_crop
 from azureml_strategy.data.folders import ClassFolders, scan_class_folders
 from azureml_strategy.data.pillow_images import is_damage
+from azureml_strategy.data.shard_index import RecordReader
 from azureml_strategy.data.storage import own_fault, storage_error
 from azureml_strategy.data.unreadable import UnreadableImages, UnreadableImagesError
 from azureml_strategy.files import read_whole
@@ -38,7 +39,7 @@ __all__ = [
 
 # The label that torch's cross_entropy ignores.
 IGNORED_LABEL = -100
-# Records that are in memory at a time before they are decoded. A batch may hold hundreds of photographs of 5 MB.
+# So many records are in memory at a time before they are decoded. A batch may have hundreds of photographs of 5 MB.
 _RECORDS_AT_ONCE = 64
 # In place of the first draw of a data set: no draw yet, or draws that need no check.
 _NOTHING_DRAWN, _NOT_WATCHED = -1, -2
@@ -51,7 +52,7 @@ _SAME_CROPS = (
 )
 
 
-class RecordSource(Protocol):
+class RecordSource(RecordReader, Protocol):
     """Where a data set reads its records from: `FolderSource`, or `ShardedImages` for packed shards."""
 
     @property
@@ -71,21 +72,9 @@ class RecordSource(Protocol):
     def name(self, number: int) -> str:
         """Say where a record lies, for a message."""
 
-    def read(self, numbers: Sequence[int]) -> list[bytes | Exception]:
-        """Return records in the order asked for; in place of one that cannot be had or is damaged, the error."""
 
-    def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
-        """Take note of what this process and its workers read in this pass, and in the next one."""
-
-    def reached(self, position: int) -> None:
-        """Take note of how many records of the pass have been handed out."""
-
-    def close(self) -> None:
-        """Let go of files and connections. They are opened again if it is read once more."""
-
-
-class FolderSource:
-    """Image files in class folders as records.
+class FolderSource(RecordReader):
+    """Image files in class folders as records. No file stays open, and the operating system keeps what it can.
 
     Args:
         root: the folder that holds the class folders: `root/class/image.jpg`.
@@ -96,21 +85,7 @@ class FolderSource:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.folders = scan_class_folders(root)
-
-    @property
-    def root(self) -> str:
-        """The folder that holds the class folders."""
-        return self.folders.root
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes; the place of a class is its label."""
-        return self.folders.classes
-
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        """The label of each file."""
-        return self.folders.labels
+        self.root, self.classes, self.labels = self.folders.root, self.folders.classes, self.folders.labels
 
     def __len__(self) -> int:
         return len(self.folders.names)
@@ -119,18 +94,9 @@ class FolderSource:
         """Return the path of a file."""
         return self.folders.path(number)
 
+    @override
     def read(self, numbers: Sequence[int]) -> list[bytes | Exception]:
-        """Return the contents of files; in place of one that cannot be read, the error."""
         return [self._read(number) for number in numbers]
-
-    def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
-        """Do nothing: the operating system keeps what it has memory for."""
-
-    def reached(self, position: int) -> None:
-        """Do nothing, as in `expect`."""
-
-    def close(self) -> None:
-        """Do nothing: no file stays open."""
 
     def _read(self, number: int) -> bytes | Exception:
         path = self.folders.path(number)
@@ -214,7 +180,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]], ABC):
 
     @property
     def digest(self) -> str | None:
-        """Hash of a packed set's index, by which a resumed run sees that the set is another one; None for folders."""
+        """Hash of a packed set's index, by which a resumed run notices another set; None for folders."""
         return getattr(self.source, "digest", None)
 
     def __len__(self) -> int:
@@ -222,7 +188,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]], ABC):
 
     @abstractmethod
     def candidates(self, draw: int) -> Iterator[int]:
-        """Yield the indices of the images that may be the sample of a draw: the first that can be read is."""
+        """Yield the indices of images for a draw. The first that can be read is its sample."""
 
     @abstractmethod
     def crop(self, width: int, height: int, draw: int) -> Crop:
@@ -279,12 +245,12 @@ class ImageFolder(Dataset[tuple[Tensor, int]], ABC):
         pixels: NDArray[np.uint8],
         labels: NDArray[np.int64],
     ) -> dict[int, Iterator[int]]:
-        """Write the next candidate of each place into the batch, and return the places where none could be read."""
+        """Write the next candidate of each place into the batch, and return the places where it could not be read."""
         candidates = {place: self._next_candidate(more) for place, more in pending.items()}
         numbers = {place: number for place, number in candidates.items() if number is not None}
         records = self.source.read(list(numbers.values()))
         for number, record in zip(numbers.values(), records, strict=True):
-            # Storage that cannot be reached does not mean a damaged image: to go on would train on substitutes.
+            # Storage that cannot be reached says nothing about the image: to go on would train on substitutes.
             if isinstance(record, Exception) and not is_damage(record):
                 raise storage_error(self.source.name(number), record) if isinstance(record, OSError) else record
         failed = [
@@ -293,7 +259,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]], ABC):
             if not self._decode(number, draws[place], record, pixels[place])
         ]
         for place in failed:
-            pixels[place] = 0  # of what was decoded before the error
+            pixels[place] = 0  # clears what was decoded before the error
         for place in numbers.keys() - set(failed):
             labels[place] = self.source.labels[numbers[place]]
         return {place: pending[place] for place in failed}
@@ -306,7 +272,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]], ABC):
         return None
 
     def _decode(self, number: int, draw: int, record: bytes | Exception, square: NDArray[np.uint8]) -> bool:
-        """Decode a record, and return whether it can be: if not, it is counted."""
+        """Decode a record into a square. If it is damaged, count the image, and return False."""
         try:
             if isinstance(record, Exception):
                 raise record
@@ -327,7 +293,7 @@ class TrainingImages(ImageFolder):
     whether the run was interrupted. Ranks that share a replica therefore read the same.
 
     A sample is taken by its draw, `epoch * len(self) + index`, as `TrainingSampler` counts, so that an image is cropped
-    differently in each epoch. A plain index is a draw of epoch 0; a warning tells where a second epoch comes by such.
+    differently in each epoch. A plain index is a draw of epoch 0. A warning tells if these are used for a second epoch.
 
     Args:
         root: the folder that holds the class folders, `root/class/image.jpg`, or a source of records.
@@ -359,7 +325,7 @@ class TrainingImages(ImageFolder):
         self.flip = flip
         self.seed = seed
         self.resized = crop == "resized"
-        # In memory that worker processes share: a plain DataLoader has new ones in each epoch.
+        # In shared memory: a plain DataLoader starts new worker processes in each epoch.
         self._first = torch.full((), _NOTHING_DRAWN, dtype=torch.int64, device="cpu")
         self._first.share_memory_()  # type: ignore[no-untyped-call]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from azureml_strategy.data.folders import DataFolderError, class_names, resolve_place
+from azureml_strategy.data.folders import DataFolderError, list_class_folders, resolve_place
 from azureml_strategy.data.images import EvaluationImages, ImageFolder, TrainingImages, collate_images
 from azureml_strategy.data.readers import choose_cache, find_index, is_packed, join, parse_bytes
 from azureml_strategy.data.sampler import (
@@ -25,6 +25,7 @@ from azureml_strategy.data.sampler import (
     default_num_workers,
     global_seed,
     loader_options,
+    rank_0_if_different,
     replica,
     require,
 )
@@ -106,19 +107,12 @@ class ImageFolderDataModule(LightningDataModule):
         require("window", window, window >= 1, "1 shard or more")
         place = resolve_place(root, input_name, os.environ)
         self.root: Path | str = place if is_remote(place) else Path(place).expanduser()
-        self.image_size = image_size
-        self.batch_size = batch_size
-        self.num_workers = num_workers
-        self.max_unreadable = max_unreadable
-        self.minimum_scale = minimum_scale
-        self.flip = flip
+        self.train_folder, self.val_folder = train_folder, val_folder
+        self.image_size, self.batch_size, self.num_workers = image_size, batch_size, num_workers
+        self.max_unreadable, self.decoder = max_unreadable, decoder
+        self.minimum_scale, self.flip, self.crop = minimum_scale, flip, crop
         self.evaluation_centre = evaluation_centre
-        self.train_folder = train_folder
-        self.val_folder = val_folder
-        self.decoder = decoder
-        self.crop = crop
-        self.shuffle = shuffle
-        self.window = window
+        self.shuffle, self.window = shuffle, window
         self.cache = cache
         self.cache_limit = None if cache_limit is None else parse_bytes(cache_limit)
         self.num_classes: int | None = None
@@ -164,7 +158,7 @@ class ImageFolderDataModule(LightningDataModule):
 
     @override
     def teardown(self, stage: str) -> None:
-        """Let go of the node's cache, which ends with its last user."""
+        """Close the connection to the node's cache, which ends with its last user."""
         for images in (self._train, self._val):
             if images is not None:
                 images.close()
@@ -213,12 +207,11 @@ class ImageFolderDataModule(LightningDataModule):
         if not is_packed(place):
             return place
         # `auto` leaves a folder alone: a local disk needs no cache, and Azure ML's mounts have one of their own.
-        own = self.cache != "auto" or is_remote(place)
-        cache = choose_cache(self.cache, self.cache_limit) if own else None
-        return ShardedImages(place, cache=cache)
+        is_cached = self.cache != "auto" or is_remote(place)
+        return ShardedImages(place, cache=choose_cache(self.cache, self.cache_limit) if is_cached else None)
 
     def _compare_with_training(self, val: EvaluationImages) -> None:
-        """Compare the classes with those of training, where it is here: a model's outputs are in their order."""
+        """Compare the classes with those of training, if that is here: a model's outputs are in their order."""
         place = join(self.root, self.train_folder)
         if is_remote(place):
             return
@@ -226,7 +219,7 @@ class ImageFolderDataModule(LightningDataModule):
         if (folder / INDEX_NAME).is_file():
             _check_same_classes(place, find_index(folder).classes, val.source.root, val.classes)
         elif not is_packed(place) and folder.is_dir() and any(each.is_dir() for each in folder.iterdir()):
-            _check_same_classes(place, class_names(folder), val.source.root, val.classes)
+            _check_same_classes(place, list_class_folders(folder)[0], val.source.root, val.classes)
 
     def _sampler(self, images: TrainingImages, replicas: int, rank: int) -> TrainingSampler:
         source = images.source
@@ -244,15 +237,13 @@ class ImageFolderDataModule(LightningDataModule):
         """Refuse packed sets that differ between ranks, as where a new version was registered a moment ago."""
         if self.trainer is None or images.digest is None:
             return
-        strategy = self.trainer.strategy
-        first = strategy.broadcast(images.digest)
-        if strategy.reduce_boolean_decision(first == images.digest):
-            return
-        raise DataFolderError(
-            f"{images.source.root} has the index {images.digest} on rank {self.trainer.global_rank}, and {first} on "
-            "rank 0, and all ranks have to read one set. Name its version instead of the latest, "
-            "data.root=azureml:NAME:VERSION, or give all nodes the same folder."
-        )
+        first = rank_0_if_different(self.trainer, images.digest)
+        if first is not None:
+            raise DataFolderError(
+                f"{images.source.root} has the index {images.digest} on rank {self.trainer.global_rank}, and {first} "
+                "on rank 0, and all ranks have to read one set. Name its version instead of the latest, "
+                "data.root=azureml:NAME:VERSION, or give all nodes the same folder."
+            )
 
     def _loader_options(self) -> dict[str, Any]:
         workers = self.num_workers

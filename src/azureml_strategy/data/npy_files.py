@@ -45,11 +45,7 @@ def read_npy(content: bytes | bytearray) -> npt.NDArray[Any]:
 
 
 def read_npz(source: Path | bytes, names: Iterable[str]) -> dict[str, npt.NDArray[Any]]:
-    """Read arrays of an .npz file that `numpy.savez` has written, which compresses nothing.
-
-    Args:
-        source: the file, or its content.
-        names: of the arrays.
+    """Read arrays by name of an .npz file, or its content, that `numpy.savez` has written, which compresses nothing.
 
     Raises:
         ValueError: the file is damaged or lacks an array; the message continues "the file".

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 # The content decides the format, not the file name. Pillow's other decoders are never offered a file.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
-# The most segments before a JPEG's pixels, those of EXIF among them, and scans of a progressive one. Cameras write some
-# ten segments and one of EXIF, profiles of colours up to 255, and encoders some ten scans, each of which costs a pass
-# over all pixels. Pillow joins segments of EXIF one by one, in a time that grows by the square of their number.
+# The most segments before a JPEG's pixels, the most of EXIF among them, and the most scans of a progressive JPEG.
+# Cameras write some ten segments, one of them EXIF, and a profile of colours takes up to 255. Encoders write some ten
+# scans, each of which costs a pass over all pixels. Pillow's time for EXIF grows by the square of its segments.
 _SEGMENTS, _EXIF_SEGMENTS, _SCANS = 1024, 16, 256
 _JPEG, _START_OF_SCAN = b"\xff\xd8\xff", 0xDA
-# One with a length or of an end: behind pixels, 0xFF is followed by 0, or by a number from 0xD0 on between their parts.
+# A marker with a length, or of the end. Within pixels, 0xFF is followed by 0 or by 0xD0 to 0xD7.
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]", re.DOTALL)
-# What Pillow and torch say in errors that are no MemoryError.
+# Words of Pillow and torch in errors that are no MemoryError.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 
 
@@ -44,7 +44,7 @@ def open_image(content: bytes) -> Image.Image:
 
 
 class CostlyImageError(ValueError):
-    """An image is made so that a small file takes long, or much memory, to decode."""
+    """A small image file would take long, or much memory, to decode."""
 
 
 def refuse_costly(content: bytes) -> None:
@@ -56,7 +56,7 @@ def refuse_costly(content: bytes) -> None:
     if content.startswith(_JPEG):
         segments, exif = _jpeg_segments(content)
         scans = content.count(bytes((0xFF, _START_OF_SCAN)))
-        if scans > _SCANS:  # the film of a moving photo, behind the image, may hold these bytes as well
+        if scans > _SCANS:  # the film behind the image of a moving photo may have these bytes as well
             scans = content.count(bytes((0xFF, _START_OF_SCAN)), 0, _end_of_jpeg(content))
         if segments > _SEGMENTS or exif > _EXIF_SEGMENTS or scans > _SCANS:
             raise CostlyImageError(
@@ -70,7 +70,7 @@ def refuse_costly(content: bytes) -> None:
 
 
 def _end_of_jpeg(content: bytes) -> int:
-    """Where an image ends: at the first marker of an end that is not within a segment."""
+    """Return where an image ends: after the first marker of an end that is not within a segment."""
     place = 2
     while (found := _MARKER.search(content, place)) is not None:
         place = found.end()
@@ -81,7 +81,7 @@ def _end_of_jpeg(content: bytes) -> int:
 
 
 def _webp_size(content: bytes) -> tuple[int, int]:
-    """Width and height by the header of the first chunk (RFC 9649): Pillow makes its canvases when it opens a file."""
+    """Read width and height from the first chunk (RFC 9649): Pillow allocates canvases already as it opens a file."""
     kind, start = content[12:16], 20
     if kind == b"VP8X":  # three bytes each, less 1, behind flags
         return tuple(1 + int.from_bytes(content[place : place + 3], "little") for place in (start + 4, start + 7))  # type: ignore[return-value]
@@ -117,9 +117,9 @@ def _jpeg_segments(content: bytes) -> tuple[int, int]:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether it is the image's fault that it cannot be read, so that another may stand in for it.
+    """Whether the image itself is damaged, so that another may take its place.
 
-    It is not where the storage fails, memory runs out, or a library is missing: the same image is read well later.
+    It is not if the storage fails, memory runs out, or a library is missing: later the same image can be read.
     """
     if isinstance(error, (MemoryError, ImportError, StorageError, TimeoutError, ConnectionError)):
         return False
@@ -134,12 +134,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def to_mode(image: Image.Image, mode: str) -> Image.Image:
-    """Return an image of any mode in another one of 8 bits a channel.
-
-    Args:
-        image: an open one.
-        mode: `RGB`, or `L` for grey.
-    """
+    """Return an image of any mode in `RGB`, or in `L` for grey, 8 bits a channel."""
     if image.mode.startswith("I"):  # 16 bits a pixel; Pillow's conversion would clip them at 255
         image = image.convert("I").point(lambda value: value * (1 / 257)).convert("L")
     return image if image.mode == mode else image.convert(mode)

@@ -9,15 +9,14 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+from typing_extensions import override
 
 from azureml_strategy.data.folders import user_cache
 from azureml_strategy.data.node_cache.client import CacheSettings, NodeCache
@@ -25,12 +24,14 @@ from azureml_strategy.data.shard_index import (
     INDEX_NAME,
     MADE_OF,
     RecordError,
+    RecordReader,
     ShardIndex,
     ShardIndexError,
     check_record,
     load_index,
 )
 from azureml_strategy.data.storage import is_remote, own_fault, storage_error
+from azureml_strategy.data.storage.folder import OpenFile
 from azureml_strategy.data.tar_index import index_tars, is_indexed
 from azureml_strategy.files import is_private, read_range
 from azureml_strategy.network.doctor.disks import read_mounts
@@ -44,28 +45,16 @@ _ALIKE = 0.9
 _MOST_OPEN = 200
 
 
-class ShardReader(Protocol):
-    """Reads records of a packed set, in any process: it may be pickled, and used after a fork."""
+class ShardReader(RecordReader, Protocol):
+    """Reads the records of a packed set, each verified."""
 
     @property
     def index(self) -> ShardIndex:
         """Where each record lies."""
 
-    def read(self, numbers: Sequence[int]) -> list[bytes | Exception]:
-        """Return records in the order asked for, each verified; in place of one that cannot be had, the error."""
 
-    def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
-        """Tell what this process and its workers will read: in this pass through the data, and in the next one."""
-
-    def reached(self, position: int) -> None:
-        """Tell how many samples of the pass have been handed out."""
-
-    def close(self) -> None:
-        """Let go of files and connections."""
-
-
-class FolderReader:
-    """Reads records out of the shards in a folder or a mount.
+class FolderReader(RecordReader):
+    """Reads records out of the shards in a folder or a mount. The operating system keeps what it has memory for.
 
     Args:
         folder: the folder of the set.
@@ -76,34 +65,26 @@ class FolderReader:
     """
 
     def __init__(self, folder: Path, index: ShardIndex | None = None) -> None:
-        self._files: OrderedDict[int, _File] = OrderedDict()
         self._folder = folder
-        self._index = _verified_index(folder) if index is None else index
+        self.index = index = _verified_index(folder) if index is None else index
+        # It does not refer to the reader, which would keep the files open until the garbage is collected.
+        self._file = lru_cache(_MOST_OPEN)(
+            lambda shard: OpenFile(os.open(folder / index.shards[shard], os.O_RDONLY | os.O_CLOEXEC))
+        )
 
     def __reduce__(self) -> tuple[type[FolderReader], tuple[Path, ShardIndex]]:
-        return FolderReader, (self._folder, self._index)  # open files do not travel
+        return FolderReader, (self._folder, self.index)  # open files do not travel
 
-    @property
-    def index(self) -> ShardIndex:
-        """Where each record lies."""
-        return self._index
-
+    @override
     def read(self, numbers: Sequence[int]) -> list[bytes | Exception]:
-        """Return records in the order asked for, each verified; in place of one that cannot be had, the error."""
         return [self._read(int(number)) for number in numbers]
 
-    def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
-        """Do nothing: the operating system keeps what it has memory for."""
-
-    def reached(self, position: int) -> None:
-        """Do nothing, as in `expect`."""
-
+    @override
     def close(self) -> None:
-        """Close the files."""
-        self._files.clear()
+        self._file.cache_clear()
 
     def _read(self, number: int) -> bytes | Exception:
-        index = self._index
+        index = self.index
         try:
             # pread leaves the file's position alone, so that processes which share it after a fork are not disturbed.
             file = self._file(int(index.shard[number]))
@@ -117,47 +98,25 @@ class FolderReader:
             return storage_error(str(self._folder / index.shards[int(index.shard[number])]), error)
         return check_record(index, number, content)
 
-    def _file(self, shard: int) -> _File:
-        file = self._files.get(shard)
-        if file is None:
-            file = _File(os.open(self._folder / self._index.shards[shard], os.O_RDONLY | os.O_CLOEXEC))
-            with suppress(KeyError):  # another thread was faster
-                if len(self._files) >= _MOST_OPEN:
-                    self._files.popitem(last=False)
-            self._files[shard] = file
-        with suppress(KeyError):
-            self._files.move_to_end(shard)
-        return file
-
-
-class _File:
-    """An open file, closed when no thread uses it: one thread may read while another drops it to open a new file."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-
-    def __del__(self) -> None:
-        os.close(self.descriptor)
-
 
 def find_index(folder: Path) -> ShardIndex:
     """Return the index of a folder of shards. Tar files that have none are read once, and the index is kept.
 
-    It is kept beside them, or where that is not allowed in `azureml_strategy/shards` of the user's cache. It names the
-    files that it was made of, and is made anew where one of them was changed, added or removed since. The index of a
+    It is kept beside them, or, where that is not allowed, in `azureml_strategy/shards` of the user's cache. It names
+    the files that it was made of. If one of them was changed, added or removed since, it is made anew. The index of a
     set that was packed is taken as it is.
 
     Raises:
         ShardIndexError: the index is damaged, or there are neither an index nor tar files that can be indexed.
     """
-    own = folder / INDEX_NAME
-    if own.is_file() or not any(folder.glob("*.tar")):
+    beside = folder / INDEX_NAME
+    if beside.is_file() or not any(folder.glob("*.tar")):
         _refuse_what_is_no_set(folder)
-        index = load_index(own)
+        index = load_index(beside)
         if MADE_OF not in index.facts or index.facts[MADE_OF] == _indexed_files(folder):
             return index
     files = _indexed_files(folder)
-    # Where the index is kept if not beside the tar files. It has another name if a file, size or time is another one.
+    # Where the index is kept if not beside the tar files: under another name for other files, sizes or times.
     name = hashlib.sha256(repr((str(folder.absolute()), files)).encode()).hexdigest()[:16]
     kept = user_cache() / "shards" / f"{name}.npz"
     if kept.is_file():
@@ -165,7 +124,7 @@ def find_index(folder: Path) -> ShardIndex:
     index = index_tars(folder)
     index = replace(index, facts={**index.facts, MADE_OF: files})
     try:
-        index.save(own)
+        index.save(beside)
     except OSError:  # a mount that is read-only, most often
         kept.parent.mkdir(parents=True, exist_ok=True)
         index.save(kept)
@@ -223,11 +182,7 @@ def join(root: str | os.PathLike[str], folder: str) -> str:
 
 
 def open_reader(root: str, cache: CacheSettings | None) -> ShardReader:
-    """Open a packed set.
-
-    Args:
-        root: a folder, or an address of Blob Storage.
-        cache: the cache of the node; None reads a folder directly, and an address by streaming.
+    """Open a packed set. Without the cache of the node, a folder is read directly, and an address by streaming.
 
     Raises:
         ShardIndexError: there is no such set, or it is damaged.
@@ -274,7 +229,7 @@ def _roomiest_disk() -> Path:
     """Return the writable local disk with the most room for a cache, or the temporary folder.
 
     What a cache takes there counts as room. Of disks with about the same room, one that has a cache is preferred. So
-    all processes of a job choose the same one, and the next job finds what this one has left.
+    all processes of a job choose the same disk, and the next job finds what this one has left.
     """
     places = [Path(mount.target) for mount in read_mounts(Path("/proc")) if mount.is_disk and not mount.read_only]
     # Path.is_dir would fail in a folder of somebody else's.

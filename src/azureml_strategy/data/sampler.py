@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sized
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler
 from typing_extensions import override
+
+from azureml_strategy.data.shard_index import ReadsAhead
 
 # More decoding processes than this only wait for one another. On a 96-core Azure VM each GPU gets 12.
 _MOST_WORKERS = 16
@@ -75,17 +77,6 @@ class ResumableSampler(DistributedSampler[int]):
         return order[self.rank : complete : self.num_replicas]
 
 
-@runtime_checkable
-class ReadsAhead(Protocol):
-    """A data set that can fetch what will be read, if that is announced: packed shards behind the node's cache."""
-
-    def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
-        """Take note of what this process and its workers read in this pass, and in the next one."""
-
-    def reached(self, position: int) -> None:
-        """Take note of how many samples of the pass have been handed out."""
-
-
 class PlannedLoader(DataLoader[Any]):
     """A DataLoader that tells its data set which samples come next, so that they are fetched before they are needed.
 
@@ -118,7 +109,7 @@ class ResumableLoader(PlannedLoader):
     The loader draws from its own random numbers. torch's draws one of the process's in each epoch: a resumed epoch
     begins once more, which would shift all later draws.
 
-    With `overfit_batches`, Lightning puts a sequential sampler in place of the own one. Then it is torch's DataLoader.
+    With `overfit_batches`, Lightning replaces the sampler by a sequential one. Then this is torch's DataLoader.
 
     Args:
         dataset: what to read.
@@ -147,7 +138,7 @@ class ResumableLoader(PlannedLoader):
             # Count a batch when it is handed out: worker processes are some batches ahead.
             self._given += 1
             yield batch
-        self.sampler.resume_at = (0, 0)  # also of a pass that had been read to its end, and so had no batch
+        self.sampler.resume_at = (0, 0)  # also after a pass that was resumed at its end, and so had no batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, how many of its samples, over all replicas, were read, and what their order depends on."""
@@ -259,6 +250,12 @@ def replica(trainer: Trainer | None) -> tuple[int, int]:
     return (arguments["num_replicas"], arguments["rank"]) if arguments else (1, 0)
 
 
+def rank_0_if_different(trainer: Trainer, digest: str) -> str | None:
+    """Compare a hash of the data on all ranks: return None if it is the same everywhere, else rank 0's on each rank."""
+    first: str = trainer.strategy.broadcast(digest)
+    return None if trainer.strategy.reduce_boolean_decision(first == digest) else first
+
+
 def global_seed() -> int:
     """Return the seed of `seed_everything`, or 0, as Lightning does for the samplers that it makes."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
@@ -275,13 +272,7 @@ def require(name: str, value: float, valid: bool, rule: str) -> None:
 
 
 def loader_options(trainer: Trainer | None, batch_size: int, workers: int) -> dict[str, Any]:
-    """Return arguments of a DataLoader.
-
-    Args:
-        trainer: of this rank; None outside of a Trainer.
-        batch_size: samples per batch.
-        workers: reading processes.
-    """
+    """Return the arguments of a DataLoader with so many worker processes; `trainer` is None outside of a Trainer."""
     return {
         "batch_size": batch_size,
         "num_workers": workers,
@@ -292,11 +283,7 @@ def loader_options(trainer: Trainer | None, batch_size: int, workers: int) -> di
 
 
 def default_num_workers(local_processes: int) -> int:
-    """This process's share of the cores it may use, from 1 to 16.
-
-    Args:
-        local_processes: training processes on this machine.
-    """
+    """Return this process's share of the cores it may use, from 1 to 16, of so many training processes here."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         cores = len(os.sched_getaffinity(0))

@@ -10,11 +10,11 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from isal.isal_zlib import crc32
@@ -103,7 +103,8 @@ class ShardIndex:
     @cached_property
     def digest(self) -> str:
         """Sixteen hexadecimal digits."""
-        # Copies of the same tars have other times on each node, and an older version did not count what it passed over.
+        # Two facts are left out: the tars' times, which differ between copies, and the count of files that were passed
+        # over, which an older version did not write.
         facts = {name: value for name, value in self.facts.items() if name not in (MADE_OF, PASSED_OVER)}
         digest = hashlib.sha256(self._header(facts).encode())
         for name in ("sizes", *_ARRAYS):
@@ -132,11 +133,7 @@ class ShardIndex:
 
 
 def numbered_classes(where: str, label: NDArray[Any]) -> tuple[str, ...]:
-    """Name the classes of a set by their numbers.
-
-    Args:
-        where: the labels are from, for a message.
-        label: of the samples.
+    """Name the classes of a set by their numbers. `where` says in a message where the labels are from.
 
     Raises:
         ShardIndexError: a label would make more classes than any set has.
@@ -151,11 +148,7 @@ def numbered_classes(where: str, label: NDArray[Any]) -> tuple[str, ...]:
 
 
 def load_index(source: Path | bytes, where: str = "") -> ShardIndex:
-    """Read an index.
-
-    Args:
-        source: the file, or its content.
-        where: how to call it in a message; the path by default.
+    """Read an index from a file or its content. `where` is its name in messages, by default the path.
 
     Raises:
         ShardIndexError: there is none, or it is damaged, or of a newer version of this package.
@@ -191,17 +184,35 @@ def _exactly(array: NDArray[Any], kind: type[Any]) -> NDArray[Any]:
 
 
 class RecordError(OSError):
-    """A record of a packed set cannot be had, or is damaged. The message names its shard and place."""
+    """A record of a packed set cannot be read, or is damaged. The message names its shard and place."""
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """What can fetch samples before they are read, if it is told which. What inherits from this does nothing."""
+
+    def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
+        """Take note of what this process and its workers read in this pass through the data, and in the next one."""
+        return
+
+    def reached(self, position: int) -> None:
+        """Take note of how many samples of the pass have been handed out."""
+        return
+
+
+class RecordReader(ReadsAhead, Protocol):
+    """Reads the records of a data set, in any process: it may be pickled, and used after a fork."""
+
+    def read(self, numbers: Sequence[int]) -> list[bytes | Exception]:
+        """Return records in the order asked for; in place of one that is damaged or cannot be read, the error."""
+
+    def close(self) -> None:
+        """Close files and connections. The next read opens them again."""
+        return
 
 
 def check_record(index: ShardIndex, number: int, content: bytes) -> bytes | RecordError:
-    """Return a record as it was packed, or the error that says what is wrong with it.
-
-    Args:
-        index: of the set.
-        number: of the sample.
-        content: what was read at its place.
-    """
+    """Return what was read in the place of a record if it is as it was packed, else an error that says why not."""
     expected = int(index.length[number])
     if len(content) != expected:
         return RecordError(f"{index.name(number)}: the shard ends after {len(content)} of {expected} bytes")
@@ -222,11 +233,7 @@ def warn_of_unread_files(root: str, index: ShardIndex) -> None:
 
 
 def passed_over_text(facts: Mapping[str, Any]) -> str:
-    """Name what an index counts as passed over.
-
-    Args:
-        facts: its fact `PASSED_OVER`.
-    """
+    """Say in words what an index counts in its fact `PASSED_OVER`."""
     suffixes = first_names([f"{suffix} ({count:,})" for suffix, count in Counter(facts["unread"]).most_common()])
     alone = f"{facts['count']:,} files that belong to no image: {first_names(facts['names'])}"
     beside = f"files beside images, of which only the image and its label count: {suffixes}"

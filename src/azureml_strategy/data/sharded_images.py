@@ -79,7 +79,7 @@ class ShardedImages(Dataset[tuple[Any, int]]):
         return f"{self.root}: {self.index.name(number)}"
 
     def read(self, numbers: Sequence[int]) -> list[bytes | Exception]:
-        """Return the records as they were packed; in place of one that cannot be had or is damaged, the error."""
+        """Return the records as they were packed; in place of one that is damaged or cannot be read, the error."""
         return self.reader.read(numbers)
 
     @override
@@ -90,7 +90,7 @@ class ShardedImages(Dataset[tuple[Any, int]]):
         """Return several samples. A loader asks for a batch at once, which storage serves in one go.
 
         Raises:
-            RecordError: a record cannot be had, or is damaged.
+            RecordError: a record cannot be read, or is damaged.
         """
         return [
             (self._decoded(each), int(self.labels[number]))
@@ -117,5 +117,5 @@ class ShardedImages(Dataset[tuple[Any, int]]):
         self.reader.reached(position)
 
     def close(self) -> None:
-        """Let go of files, and of the node's cache. It opens them again if it is read once more."""
+        """Close files, and the connection to the node's cache. The next read opens them again."""
         self.reader.close()

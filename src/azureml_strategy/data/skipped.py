@@ -1,4 +1,4 @@
-"""Counts what a filter of a data set passes over, so that it is said once, with names."""
+"""Counts what a filter of a data set passes over, for one warning with names."""
 
 from __future__ import annotations
 
@@ -12,15 +12,10 @@ _NO_DATA = (".", "readme", "license", "licence", "thumbs.db", "desktop.ini", "__
 
 @dataclass
 class PassedOver:
-    """What a filter passes over.
-
-    Attributes:
-        count: how many.
-        names: the first of them. A data set may have millions, and nobody reads so many names.
-    """
+    """What a filter passes over."""
 
     count: int = 0
-    names: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # the first ones: nobody reads millions of names
 
     def add(self, name: str) -> None:
         """Count one."""

@@ -45,26 +45,17 @@ Read = Callable[[int, int], Buffer]
 
 
 class ShardSamples(NamedTuple):
-    """The samples of one shard; the arrays are as those of `ShardIndex`.
-
-    Attributes:
-        raw: whether they are pixels in numpy's format, not image files.
-        labels: of the samples as their files give them: numbers, or names of classes.
-        suffix: of the files that give them: `cls` or `json`.
-        others: beside `.cls` files, the labels that `.json` files give, None where there are none; nothing else.
-        alone: files of samples without an image.
-        unread: how many files of each other suffix lie beside images.
-    """
+    """The samples of one shard; the arrays are as those of `ShardIndex`."""
 
     offset: NDArray[np.int64]
     length: NDArray[np.uint32]
     checksum: NDArray[np.uint32]
-    labels: Sequence[int | str]
-    raw: bool
-    suffix: str
-    others: Sequence[int | str | None]
-    alone: PassedOver
-    unread: Counter[str]
+    labels: Sequence[int | str]  # as the files give them: numbers, or names of classes
+    raw: bool  # whether the samples are pixels in numpy's format, not image files
+    suffix: str  # of the files that give the labels: `cls` or `json`
+    others: Sequence[int | str | None]  # labels in `.json` files beside `.cls` files, None for a sample without one
+    alone: PassedOver  # files of samples without an image
+    unread: Counter[str]  # how many files of each other suffix lie beside images
 
 
 def index_tars(folder: Path, workers: int = 1, names: Iterable[str] | None = None) -> ShardIndex:
@@ -101,7 +92,7 @@ async def index_storage(storage: Storage) -> ShardIndex:
     sizes = await storage.list()
     shards = shard_names(sizes, storage.address)
     loop = asyncio.get_running_loop()
-    # Its own: they wait for reads, and a read may need a thread of the loop, which has few, to renew its credential.
+    # Not the loop's own, of which there are few: these wait for reads, and a read may need one to renew its credential.
     threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="index")
 
     async def index(name: str) -> ShardSamples:
@@ -113,7 +104,7 @@ async def index_storage(storage: Storage) -> ShardIndex:
     try:
         found = await asyncio.gather(*(index(name) for name in shards))
     finally:
-        # By a thread: those that still run after an error ask the loop for their reads.
+        # In a thread: after an error, the threads that still run ask the loop for their reads.
         await asyncio.to_thread(threads.shutdown, cancel_futures=True)
     classes = None
     if CLASSES_NAME in sizes:
@@ -161,12 +152,7 @@ def split_of(name: str) -> str | None:
 
 
 def index_shard(read: Read, size: int, name: str) -> ShardSamples:
-    """Index one tar, whatever its headers are: USTAR, GNU or pax.
-
-    Args:
-        read: returns `length` bytes from `start`: `read(start, length)`.
-        size: of the tar, bytes.
-        name: of the tar, for messages.
+    """Index one tar of `size` bytes, whatever its headers are: USTAR, GNU or pax. `read` takes start and length.
 
     Raises:
         ShardIndexError: it is truncated, compressed, or holds something else than labelled images.
@@ -286,7 +272,7 @@ class _ShardFiles:
             raise ShardIndexError(f"{self.shard}: the label {_shown(alone)}.cls has no image. {_AGAIN}")
 
     def _passed_over(self) -> tuple[PassedOver, Counter[str]]:
-        """The files of samples without an image, and how many of each suffix lie beside images and are not read."""
+        """Return files of samples without an image, and how many of each suffix lie unread beside images."""
         alone, unread = PassedOver(), Counter[str]()
         for name in sorted([*self.rest, *(f"{key}.json" for key in self.described)]):
             key, suffix = _split_name(name)
@@ -298,26 +284,15 @@ class _ShardFiles:
 
 
 class Entry(NamedTuple):
-    """A file in a tar, or a link or device, which has no content.
+    """A file in a tar, or a link or device."""
 
-    Attributes:
-        name: in the tar, such as `images/1.jpg`.
-        offset: where its content begins, bytes.
-        content: of the file; None of a link or a device.
-    """
-
-    name: str
-    offset: int
-    content: bytes | None
+    name: str  # in the tar, such as `images/1.jpg`
+    offset: int  # where its content begins, bytes
+    content: bytes | None  # None for a link or a device
 
 
 def read_tar(file: BinaryIO, size: int, name: str) -> Iterator[Entry]:
-    """Read a tar to its end. No header makes it read, or make room for, more than there is.
-
-    Args:
-        file: the open tar.
-        size: of the tar, bytes.
-        name: of the tar, for messages.
+    """Read a tar of `size` bytes to its end. No header makes it read, or allocate memory for, more than there is.
 
     Raises:
         ShardIndexError: it is truncated, damaged or compressed, or has a file that is kept in parts.
@@ -347,14 +322,14 @@ def read_tar(file: BinaryIO, size: int, name: str) -> Iterator[Entry]:
             _check_end(file, tar.offset, size, name, entry)
     except ShardIndexError:
         raise
-    # Python's reader of tars lets through what its numbers and texts raise.
+    # Python's reader of tars lets errors through that its parsing of numbers and texts raises.
     except (tarfile.TarError, ValueError, OverflowError, LookupError, RecursionError) as error:
         reason = _shown(str(error)) or type(error).__name__
         raise ShardIndexError(f"{name} is damaged at or after {entry}: {reason}. {_AGAIN}") from error
 
 
 class _Bounded:
-    """A file that is read up to its end, whatever size a header claims; tarfile asks for no more than this."""
+    """A file that is read up to its end, whatever size a header claims. tarfile needs no other methods than these."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._size = file, size
@@ -367,7 +342,7 @@ class _Bounded:
 
 
 def _shown(text: str) -> str:
-    """A name or a reason for a message of one line: names in tars may be any bytes, and of any length."""
+    """Shorten a name or a reason for a message of one line: names in tars may be any bytes, and of any length."""
     shown = text if text.isprintable() else repr(text)[1:-1]
     return shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}..."
 
@@ -383,7 +358,7 @@ def _index(file: BinaryIO, size: int, name: str) -> ShardSamples:
 
 
 def _check_end(file: BinaryIO, offset: int, size: int, name: str, last: str) -> None:
-    """Check that a tar ends where Python's reader has stopped. That stops at the first block that is no header."""
+    """Check that a tar ends where Python's reader has stopped, which is at the first block that is no header."""
     file.seek(offset)
     if offset >= size:
         raise ShardIndexError(f"{name} ends after {last} without a tar's mark of the end: it is truncated. {_AGAIN}")
@@ -393,9 +368,9 @@ def _check_end(file: BinaryIO, offset: int, size: int, name: str, last: str) -> 
 
 
 def _split_name(name: str) -> tuple[str, str]:
-    """Key and suffix as WebDataset has them: the suffix begins at the first dot of the file's own name."""
-    folder, slash, own = name.rpartition("/")
-    key, _, suffix = own.partition(".")
+    """Return key and suffix as WebDataset has them: the suffix begins at the first dot after the last slash."""
+    folder, slash, file = name.rpartition("/")
+    key, _, suffix = file.partition(".")
     return f"{folder}{slash}{key}", suffix.lower()
 
 
@@ -465,7 +440,7 @@ def _class_names(content: bytes) -> tuple[str, ...]:
 def _numbers(shard: str, samples: ShardSamples, classes: tuple[str, ...]) -> NDArray[np.int32]:
     """Return the labels of a shard as places of classes."""
     labels = samples.labels
-    # Refuse numbers that may be places of classes, or names of others: of the classes 1, 10 and 2, what is 1?
+    # A number may be the place of one class and the name of another: of the classes 1, 10 and 2, what is 1?
     named = {number: place for place, name in enumerate(classes) if isinstance(number := _label(name), int)}
     unclear = next((label for label in labels if isinstance(label, int) and named.get(label, label) != label), None)
     if unclear is not None:
@@ -485,7 +460,7 @@ def _numbers(shard: str, samples: ShardSamples, classes: tuple[str, ...]) -> NDA
             + (f"which is none of the {len(classes)} classes of {CLASSES_NAME}." if classes else "not a number from 0.")
             + f" Write the numbers of the classes into the .cls files, and their names into {CLASSES_NAME}, one a line."
         )
-    # A name that is not in classes.txt, in a .json beside a .cls, may be anything: a caption, a longer name.
+    # A text in a .json beside a .cls may be anything, such as a caption. It counts if it is a name in classes.txt.
     others = [places.get(other) if isinstance(other, str) else other for other in samples.others]
     for place, (number, other) in enumerate(zip(numbers, others, strict=False)):
         if other is not None and not isinstance(other, bool) and other != number:

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from azureml_strategy.data.folders import resolve_root
+from azureml_strategy.data.folders import resolve_place
 from azureml_strategy.data.images import IGNORED_LABEL
+from azureml_strategy.data.npy_files import read_npy
 from azureml_strategy.data.sampler import (
     EvaluationSampler,
     PlannedLoader,
@@ -27,6 +28,7 @@ from azureml_strategy.data.sampler import (
     ResumableSampler,
     global_seed,
     loader_options,
+    rank_0_if_different,
     replica,
     require,
 )
@@ -49,9 +51,6 @@ if TYPE_CHECKING:
 class ShardedTokens(Dataset[tuple[Tensor, Tensor]]):
     """All sequences of a packed text, side by side: the samples of `TokenSequences`, by the same numbers.
 
-    A sample is `(inputs, targets)`, int64 `(length,)` each: the target of a token is the next token. The index
-    `len(self)` gives a sample whose targets are all -100, which samplers use to make the shares of the ranks equal.
-
     Args:
         reader: of the packed set.
         length: tokens per sequence.
@@ -66,7 +65,6 @@ class ShardedTokens(Dataset[tuple[Tensor, Tensor]]):
             raise ShardIndexError(f"This set holds {index.kind}, not tokens. Pack text: data pack SRC OUT --text")
         self.reader = reader
         self._length = length
-        self._dtype = np.dtype(index.facts["dtype"])
         self._tokens = int(index.facts["tokens"])
         self._run = int(index.facts["run"])
         if len(index) != -(-self._tokens // self._run):
@@ -87,15 +85,14 @@ class ShardedTokens(Dataset[tuple[Tensor, Tensor]]):
         """Return the sequences of a batch. A record that several of them need is read once.
 
         Raises:
-            OSError: a record is damaged or cannot be had. No other text can stand in for it.
+            OSError: a record is damaged or cannot be read. No other text can stand in for it.
         """
         needed = sorted({number for index in indices if index < len(self) for number in self._records(index)})
         records = {}
         for number, content in zip(needed, self.reader.read(needed), strict=True):
             if isinstance(content, Exception):
                 raise content
-            # numpy's format 1.0: ten bytes, whose last two are the length of a header, then the header and the tokens
-            records[number] = np.frombuffer(content, self._dtype, offset=10 + int.from_bytes(content[8:10], "little"))
+            records[number] = read_npy(content)
         return [self._sequence(index, records) for index in indices]
 
     def expect(self, sequences: NDArray[np.int64], following: NDArray[np.int64]) -> None:
@@ -113,7 +110,7 @@ class ShardedTokens(Dataset[tuple[Tensor, Tensor]]):
         return range(start // self._run, (start + self._length) // self._run + 1)
 
     def _expand(self, sequences: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The records of sequences, one after the other, and how many there are up to the end of each sequence."""
+        """Return the records of all sequences in a row, and how many of them come up to the end of each sequence."""
         starts = sequences[sequences < len(self)] * self._length
         first, last = starts // self._run, (starts + self._length) // self._run
         counts = last - first + 1
@@ -123,23 +120,17 @@ class ShardedTokens(Dataset[tuple[Tensor, Tensor]]):
 
     def _sequence(self, index: int, records: Mapping[int, NDArray[Any]]) -> tuple[Tensor, Tensor]:
         if index == len(self):
-            return torch.zeros(self._length, dtype=torch.int64), torch.full((self._length,), IGNORED_LABEL)
+            return _padding(self._length)
         numbers = self._records(index)
-        start = index * self._length - numbers[0] * self._run
         joined = np.concatenate([records[number] for number in numbers]) if len(numbers) > 1 else records[numbers[0]]
-        tokens = torch.from_numpy(joined[start : start + self._length + 1].astype(np.int64))
-        return tokens[:-1], tokens[1:]
+        return _sample(joined, index * self._length - numbers[0] * self._run, self._length)
 
 
 @dataclass(frozen=True)
 class PackedText:
-    """A packed text: what `TokenFiles` is for one that was converted on this node.
+    """A packed text, as `TokenFiles` is a text that was converted on this node."""
 
-    Attributes:
-        readers: of the sets `train` and, if there is validation, `val`.
-    """
-
-    readers: Mapping[str, ShardReader]
+    readers: Mapping[str, ShardReader]  # of `train`, and of `val` if there is validation
 
     def count(self, part: str) -> int:
         """Return the number of tokens for `train` or `val`."""
@@ -149,24 +140,6 @@ class PackedText:
     def digest(self) -> str:
         """Hash of everything, equal on nodes that read the same set."""
         return "-".join(reader.index.digest for reader in self.readers.values())
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of different tokens."""
-        return int(self.readers["train"].index.facts["vocab_size"])
-
-    def check_tokenizer(self, identity: str) -> None:
-        """Refuse another tokenizer than that of the packed text.
-
-        Raises:
-            CorpusError: it is another one.
-        """
-        packed = self.readers["train"].index.facts["tokenizer"]
-        if packed != identity:
-            raise CorpusError(
-                f"The text was packed with another tokenizer: its hash is {packed[:12]}, and that of data.tokenizer "
-                f"(with data.end_of_text) is {identity[:12]}. Leave data.tokenizer out, or pack the text with this one."
-            )
 
 
 class SequenceSampler(ResumableSampler):
@@ -206,10 +179,18 @@ class TokenSequences(Dataset[tuple[Tensor, Tensor]]):
     @override
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if index == len(self):
-            return torch.zeros(self._length, dtype=torch.int64), torch.full((self._length,), IGNORED_LABEL)
-        start = index * self._length
-        tokens = torch.from_numpy(self._tokens[start : start + self._length + 1].astype(np.int64))
-        return tokens[:-1], tokens[1:]
+            return _padding(self._length)
+        return _sample(self._tokens, index * self._length, self._length)
+
+
+def _sample(tokens: NDArray[Any], start: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets, int64 `(length,)` each: the target of a token is the next token."""
+    part = torch.from_numpy(tokens[start : start + length + 1].astype(np.int64))
+    return part[:-1], part[1:]
+
+
+def _padding(length: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(length, dtype=torch.int64), torch.full((length,), IGNORED_LABEL)
 
 
 def count_tokens(batch: tuple[Tensor, Tensor] | Mapping[str, Tensor]) -> int:
@@ -221,12 +202,7 @@ def count_tokens(batch: tuple[Tensor, Tensor] | Mapping[str, Tensor]) -> int:
 
 
 class TokenDataModule(LightningDataModule):
-    """What the data modules of text and of conversations have in common.
-
-    Args:
-        noun: what a sample is called in messages, in the plural.
-        others: see the data modules.
-    """
+    """What the data modules of text and of conversations have in common. `noun` is the plural of a sample's name."""
 
     def __init__(
         self,
@@ -253,6 +229,20 @@ class TokenDataModule(LightningDataModule):
         self.vocab_size: int | None = None
 
     @override
+    def train_dataloader(self) -> ResumableLoader:
+        """Return shuffled batches, all of the full size.
+
+        Raises:
+            CorpusError: there are fewer samples than one batch on each replica.
+        """
+        samples = self._samples("train")
+        replicas, rank = replica(self.trainer)
+        if len(samples) < self.batch_size * replicas:
+            raise CorpusError(self._too_few(len(samples), replicas))
+        sampler = SequenceSampler(samples, replicas, rank, global_seed())
+        return ResumableLoader(samples, sampler=sampler, **self._loader_options())
+
+    @override
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
         """Return every validation sample once, in order; nothing if `validation_fraction` is 0."""
         if not self.validation_fraction:
@@ -269,6 +259,10 @@ class TokenDataModule(LightningDataModule):
 
     def _samples(self, part: str) -> Any:
         """Return the data set of `train` or `val`."""
+        raise NotImplementedError
+
+    def _too_few(self, samples: int, replicas: int) -> str:
+        """Say that the training samples are fewer than one batch on each replica."""
         raise NotImplementedError
 
     def _loader_options(self) -> dict[str, Any]:
@@ -362,24 +356,6 @@ class TextDataModule(TokenDataModule):
             for reader in self._files.readers.values():
                 reader.close()
 
-    @override
-    def train_dataloader(self) -> ResumableLoader:
-        """Return shuffled batches, all of the full size.
-
-        Raises:
-            CorpusError: there are fewer sequences than one batch on each replica.
-        """
-        sequences = self._samples("train")
-        replicas, rank = replica(self.trainer)
-        if len(sequences) < self.batch_size * replicas:
-            raise CorpusError(
-                f"The text has {len(sequences)} training sequences of {self.sequence_length} tokens, fewer than one "
-                f"global batch: batch_size={self.batch_size} on each of {replicas} replicas. Set "
-                f"data.batch_size={len(sequences) // replicas} or less, or use fewer processes."
-            )
-        sampler = SequenceSampler(sequences, replicas, rank, global_seed())
-        return ResumableLoader(sequences, sampler=sampler, **self._loader_options())
-
     def open_reader(self, address: str) -> ShardReader:
         """Open a packed set: a folder, or an address in Blob Storage, which is kept in `cache` as it is read."""
         from azureml_strategy.data.readers import choose_cache, open_reader
@@ -388,30 +364,36 @@ class TextDataModule(TokenDataModule):
         return open_reader(address, choose_cache(self.cache / "shards", None) if is_remote(address) else None)
 
     def _packed(self) -> str | None:
-        """The folder or address of a packed text; None for text."""
+        """Return the folder or address of a packed text; None for a text that has to be converted."""
         from azureml_strategy.data.storage import is_remote
 
         if self.root is None and self.input_name is None:
             return None
         if self.root is not None and is_remote(os.fspath(self.root)):
             return os.fspath(self.root).rstrip("/")
-        folder = resolve_root(self.root, self.input_name, os.environ).expanduser()
+        folder = Path(resolve_place(self.root, self.input_name, os.environ)).expanduser()
         return str(folder) if (folder / "train" / INDEX_NAME).is_file() else None
 
     def _open(self, packed: str) -> PackedText:
         readers = {"train": self.open_reader(f"{packed}/train")}
+        facts = readers["train"].index.facts
         if self.validation_fraction:
-            if not readers["train"].index.facts.get("validation_fraction"):
+            if not facts.get("validation_fraction"):
                 raise CorpusError(
                     f"{packed} was packed without validation. Set data.validation_fraction=0, or pack the text with "
                     f"--validation-fraction {self.validation_fraction}."
                 )
             readers["val"] = self.open_reader(f"{packed}/val")
-        text = PackedText(readers)
         if self.tokenizer is not None:
-            text.check_tokenizer(make_tokenizer(self.tokenizer, self.end_of_text).identity)
-        self.vocab_size = text.vocab_size
-        return text
+            given = make_tokenizer(self.tokenizer, self.end_of_text).identity
+            if facts["tokenizer"] != given:
+                raise CorpusError(
+                    f"The text was packed with another tokenizer: its hash is {facts['tokenizer'][:12]}, and that of "
+                    f"data.tokenizer (with data.end_of_text) is {given[:12]}. Leave data.tokenizer out, or pack the "
+                    "text with this one."
+                )
+        self.vocab_size = int(facts["vocab_size"])
+        return PackedText(readers)
 
     def _locate(self, write: bool) -> Path:
         corpus = find_corpus(self.root, self.input_name, self.pattern, os.environ)
@@ -431,11 +413,16 @@ class TextDataModule(TokenDataModule):
             return ShardedTokens(self._files.readers[part], self.sequence_length)
         return TokenSequences(self._files.path(part), self._files.dtype, self.sequence_length)
 
+    @override
+    def _too_few(self, samples: int, replicas: int) -> str:
+        return (
+            f"The text has {samples} training sequences of {self.sequence_length} tokens, fewer than one "
+            f"global batch: batch_size={self.batch_size} on each of {replicas} replicas. Set "
+            f"data.batch_size={samples // replicas} or less, or use fewer processes."
+        )
+
     def _check_same_everywhere(self, files: TokenFiles | PackedText) -> None:
-        if self.trainer is None:
-            return
-        first = self.trainer.strategy.broadcast(files.digest)
-        if self.trainer.strategy.reduce_boolean_decision(first == files.digest):
+        if self.trainer is None or (first := rank_0_if_different(self.trainer, files.digest)) is None:
             return
         if first == files.digest:  # this rank's text is right, but it would wait for the others
             raise CorpusError("Other ranks have another text than rank 0; what to do stands in their logs.")

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from azureml_strategy.data.folders import resolve_root, written_once
+from azureml_strategy.data.folders import resolve_place, written_once
 from azureml_strategy.data.skipped import PassedOver, is_no_data, warn
 from azureml_strategy.files import read_whole
 
@@ -38,18 +38,13 @@ _SPLIT_SEED = 0
 class TokenFiles:
     """A folder with `train.bin`, `val.bin` and a manifest, from which these fields are read.
 
-    Attributes:
-        folder: path of the folder.
-        dtype: of the tokens, numpy's name.
-        train: number of tokens for training.
-        val: number of tokens for validation.
-        digest: hash of all tokens, equal if two nodes read the same text with the same tokenizer.
+    `digest` is a hash of all tokens, which is equal if two nodes read the same text with the same tokenizer.
     """
 
     folder: Path
-    dtype: str
-    train: int
-    val: int
+    dtype: str  # of the tokens, numpy's name
+    train: int  # tokens for training
+    val: int  # tokens for validation
     digest: str
 
     def path(self, part: str) -> Path:
@@ -58,7 +53,7 @@ class TokenFiles:
 
     def count(self, part: str) -> int:
         """Return the number of tokens for `train` or `val`."""
-        return {"train": self.train, "val": self.val}[part]
+        return self.train if part == "train" else self.val
 
 
 def token_folder(cache: Path, corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float) -> Path:
@@ -69,12 +64,6 @@ def token_folder(cache: Path, corpus: Corpus, tokenizer: Tokenizer, validation_f
 
 def write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float) -> None:
     """Write the token files, all or nothing, as `written_once` does.
-
-    Args:
-        folder: target; left as it is if it exists.
-        corpus: the documents.
-        tokenizer: converts them to tokens.
-        validation_fraction: share of the documents for validation.
 
     Raises:
         CorpusError: a document cannot be read, or none is left for training.
@@ -87,7 +76,14 @@ def write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer, validation_
             return
         written.mkdir()
         digest = hashlib.sha256()
-        counts = {part: _write_part(written, part, paths, tokenizer, digest) for part, paths in parts.items()}
+        counts = dict.fromkeys(parts, 0)
+        for part, documents in parts.items():
+            with (written / f"{part}.bin").open("wb") as file:
+                for document in documents:
+                    tokens = tokenizer.encode(document)
+                    tokens.tofile(file)
+                    digest.update(tokens.tobytes())
+                    counts[part] += len(tokens)
         facts = TokenFiles(folder, tokenizer.dtype.name, **counts, digest=digest.hexdigest())
         manifest = {name: value for name, value in asdict(facts).items() if name != "folder"}
         (written / _MANIFEST).write_text(json.dumps(manifest | {"root": str(corpus.root)}, indent=1))
@@ -107,7 +103,7 @@ def read_manifest(folder: Path) -> TokenFiles:
     manifest = json.loads((folder / _MANIFEST).read_text())
     files = TokenFiles(folder, **{name: manifest[name] for name in ("dtype", "train", "val", "digest")})
     for part in ("train", "val"):
-        expected = getattr(files, part) * np.dtype(files.dtype).itemsize
+        expected = files.count(part) * np.dtype(files.dtype).itemsize
         found = files.path(part).stat().st_size
         if found != expected:
             raise CorpusError(
@@ -120,17 +116,6 @@ def read_manifest(folder: Path) -> TokenFiles:
 def map_tokens(path: Path, dtype: str) -> Tokens:
     """Map the tokens of a file: only what is read is in memory, once for all processes of a machine."""
     return np.memmap(path, dtype=dtype, mode="r")
-
-
-def _write_part(folder: Path, part: str, documents: Iterable[Path], tokenizer: Tokenizer, digest: hashlib._Hash) -> int:
-    count = 0
-    with (folder / f"{part}.bin").open("wb") as file:
-        for document in documents:
-            tokens = tokenizer.encode(document)
-            tokens.tofile(file)
-            digest.update(tokens.tobytes())
-            count += len(tokens)
-    return count
 
 
 class Tokenizer(ABC):
@@ -177,15 +162,27 @@ class FileTokenizer(Tokenizer):
     """
 
     def __init__(self, path: Path, end_of_text: str | None) -> None:
-        self._tokenizer = _load(path)
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise CorpusError(
+                f"The tokenizer {path} needs the `tokenizers` library, which is not installed. Type `pip install "
+                "tokenizers`, or read bytes: data.tokenizer=null."
+            ) from error
+        if not path.is_file():
+            raise CorpusError(
+                f"There is no tokenizer file {path}. Give the path of a tokenizer.json: data.tokenizer=..."
+            )
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         facts = path.read_bytes() + f"\0{end_of_text}".encode()
         if self._tokenizer.truncation or self._tokenizer.padding:
-            # Saved for samples of one length, and a document is read whole. Tokens of earlier versions were cut.
+            # They were saved for samples of one length, and a document is read whole. Earlier versions cut it: so the
+            # identity has to be another one.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             facts += b"\0whole"
         self.identity = hashlib.sha256(facts).hexdigest()
-        # The numbers of added tokens may leave gaps, so counting the tokens is not enough.
+        # Not the number of tokens: those of added ones may leave gaps.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._end: list[int] = []
         if end_of_text is not None:
@@ -208,11 +205,9 @@ class FileTokenizer(Tokenizer):
 
 
 def make_tokenizer(name: str | os.PathLike[str] | None, end_of_text: str | None) -> Tokenizer:
-    """Make a tokenizer from what the user gave.
+    """Make a tokenizer from a `tokenizer.json`, or the folder or hub id of a model that has one; of bytes from None.
 
-    Args:
-        name: a `tokenizer.json`, or the folder or hub id of a model that has one; None for bytes.
-        end_of_text: the token that follows each document; None for none. Bytes have their own.
+    `end_of_text` is the token that follows each document; None for none. Bytes have their own.
 
     Raises:
         CorpusError: the file or the token does not exist, or the library is missing.
@@ -227,19 +222,6 @@ def make_tokenizer(name: str | os.PathLike[str] | None, end_of_text: str | None)
     return FileTokenizer(path, end_of_text)
 
 
-def _load(path: Path) -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise CorpusError(
-            f"The tokenizer {path} needs the `tokenizers` library, which is not installed. Type `pip install "
-            "tokenizers`, or read bytes: data.tokenizer=null."
-        ) from error
-    if not path.is_file():
-        raise CorpusError(f"There is no tokenizer file {path}. Give the path of a tokenizer.json: data.tokenizer=...")
-    return tokenizers.Tokenizer.from_file(str(path))
-
-
 class CorpusError(ValueError):
     """The text to train on is missing, too short or unreadable. The message says which."""
 
@@ -251,8 +233,8 @@ class Corpus:
     Attributes:
         root: the folder below which they lie, or the only file.
         documents: their paths; none of them is empty.
-        others: files that do not match the pattern. It is empty for a pattern of several parts, `en/*.txt`, whose user
-            has chosen among folders.
+        others: files that do not match the pattern. A pattern of several parts, `en/*.txt`, gives none: its user has
+            chosen among folders.
         empty: files that match, and have no bytes.
     """
 
@@ -283,8 +265,7 @@ class Corpus:
     def split(self, validation_fraction: float) -> tuple[Sequence[Path], Sequence[Path]]:
         """Return whole documents for training and for validation, the same ones at every call.
 
-        Args:
-            validation_fraction: share of the documents for validation, from 0. Above 0, it is at least one document.
+        Of a fraction above 0, at least one document is for validation.
 
         Raises:
             CorpusError: no document is left for training.
@@ -305,13 +286,9 @@ class Corpus:
 def find_corpus(
     root: str | os.PathLike[str] | None, input_name: str | None, pattern: str, environ: Mapping[str, str]
 ) -> Corpus:
-    """Find the user's documents. Without root and input, take the source of Python's standard library.
+    """Find the user's documents in a folder or one file. Without both, take the source of Python's standard library.
 
-    Args:
-        root: a folder, or one file.
-        input_name: name of an input of the Azure ML job.
-        pattern: which files below the folder are documents, such as `*.txt`; hidden ones never are.
-        environ: the process's environment variables.
+    The pattern, such as `*.txt`, tells which files below the folder are documents; hidden ones never are.
 
     Raises:
         CorpusError: there are no files, or only empty ones.
@@ -320,7 +297,7 @@ def find_corpus(
     if root is None and input_name is None:
         folder = Path(sysconfig.get_path("stdlib"))
         return _corpus(folder, _standard_library(folder), "*.py")
-    folder = resolve_root(root, input_name, environ).expanduser()
+    folder = Path(resolve_place(root, input_name, environ)).expanduser()
     if folder.is_file():
         return _corpus(folder, [folder], folder.name)
     if not folder.is_dir():
@@ -332,7 +309,7 @@ def find_corpus(
 
 
 def _matching(folder: Path, pattern: str, others: PassedOver) -> Iterator[Path]:
-    """The files below a folder that match, as `rglob` yields them, which does not tell of the others."""
+    """Yield the files below a folder that match, as `rglob` does, and add the others to `others`."""
 
     def keep_closed(error: OSError) -> None:
         if not isinstance(error, PermissionError):
@@ -342,7 +319,7 @@ def _matching(folder: Path, pattern: str, others: PassedOver) -> Iterator[Path]:
     for place, folders, files in os.walk(folder, onerror=keep_closed):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in folders:
-            if os.path.islink(os.path.join(place, name)):  # it may lead in a circle, so it is not entered
+            if os.path.islink(os.path.join(place, name)):  # `os.walk` does not enter it: it may lead in a circle
                 others.add(f"{Path(place, name).relative_to(folder)}/ (a link)")
         for name in sorted(files):
             path = Path(place, name)
@@ -360,11 +337,10 @@ def _standard_library(folder: Path) -> Iterator[Path]:
 
 
 def _corpus(root: Path, found: Iterable[Path], pattern: str, others: PassedOver | None = None) -> Corpus:
-    files = []
-    for path in found:
-        hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-        if path.is_file() and not hidden:
-            files.append(path)
+    def is_hidden(path: Path) -> bool:
+        return any(part.startswith(".") for part in path.relative_to(root).parts)
+
+    files = [path for path in found if path.is_file() and not is_hidden(path)]
     documents, empty = [], PassedOver()
     for path in sorted(files):
         if path.stat().st_size:

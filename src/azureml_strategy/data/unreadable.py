@@ -19,12 +19,7 @@ class UnreadableImages:
     """Tracks which images of a data set could not be read.
 
     The marks lie in shared memory, so the worker processes of a DataLoader and the process that started them see the
-    same ones. An image counts once, however many epochs and workers meet it.
-
-    Args:
-        total: number of images.
-        maximum: how many may be unreadable before it is an error.
-        path: maps the index of an image to its path.
+    same ones. An image counts once, however many epochs and workers come across it.
     """
 
     def __init__(self, total: int, maximum: int, path: Callable[[int], str]) -> None:
@@ -57,7 +52,7 @@ class UnreadableImages:
         )
 
     def refuse_all(self) -> None:
-        """Fail where no image is left, of which another process may have found the last one.
+        """Fail if no image is left. Another process may have found the last one.
 
         Raises:
             UnreadableImagesError: all of them are unreadable.

@@ -31,20 +31,14 @@ _BLOCKS, _WHOLE = "DATASET_MOUNT_BLOCK_FILE_CACHE_ENABLED", "DATASET_MOUNT_BLOCK
 
 # Ranges that the disk's thread stores in one go: some 6 MB of records of 100 kB.
 _AT_ONCE = 64
-# A damaged shard fails at once. Then its other records are read one by one. Storage that cannot be reached has been
-# tried for minutes, and is not tried again.
+# A damaged shard fails at once, and then its records are read one by one. Storage that cannot be reached fails after
+# minutes of tries, and is not asked again.
 _QUICK_SECONDS = 10.0
 _Result = TypeVar("_Result")
 
 
 def double_cache_warning(folder: Path, environ: Mapping[str, str], proc: Path = Path("/proc")) -> str:
-    """Say what to switch off where the mount of a folder caches what the node's cache keeps as well; else nothing.
-
-    Args:
-        folder: of the set.
-        environ: environment variables of the job.
-        proc: where Linux tells of its mounts.
-    """
+    """Say what to switch off if the mount of a folder keeps what the node's cache keeps as well; else return ''."""
     mount = mount_of(folder.resolve(), read_mounts(proc))
     if mount is None or not mount.is_remote:
         return ""
@@ -60,18 +54,13 @@ def double_cache_warning(folder: Path, environ: Mapping[str, str], proc: Path = 
 
 
 class Version(NamedTuple):
-    """One state of a set. If it has changed, the index of the set may have changed.
+    """One state of a set. If it has changed, the index of the set may have changed."""
 
-    Attributes:
-        place: what the address leads to.
-        files: versions of the files that the index comes from, by name: `index.npz`, or all files where there is none.
-    """
-
-    place: str
-    files: dict[str, str]
+    place: str  # what the address leads to
+    files: dict[str, str]  # versions of the files that the index comes from: of `index.npz`, or of all if there is none
 
 
-async def look(storage: Storage) -> Version:
+async def find_version(storage: Storage) -> Version:
     """Find the version of a set as it is now.
 
     Raises:
@@ -82,12 +71,9 @@ async def look(storage: Storage) -> Version:
 
 
 async def read_index(storage: Storage, version: Version, folder: Path) -> ShardIndex:
-    """Read the index of a set, or make it.
+    """Read the index of a set, or make it and keep it in a folder where only this user can write.
 
-    Args:
-        storage: of the set.
-        version: of the set, found before: what changes after that is noticed by whoever looks next.
-        folder: that a made index is kept in. Only this user can write there.
+    The version was found before: the next `find_version` notices what has changed after that.
 
     Raises:
         StorageError: it cannot be read.
@@ -109,13 +95,9 @@ async def read_index(storage: Storage, version: Version, folder: Path) -> ShardI
 
 
 class CacheManager:
-    """The sets that a node has open, and what it keeps of them.
+    """The sets that a node has open, and what it keeps of them. Without a cache, indexes lie beside the server's files.
 
-    Args:
-        settings: of the cache.
-        paths: files of the server. Without a cache, indexes lie beside them.
-        counters: of all clients.
-        read: returns how many samples of a set the processes of each rank have read.
+    `read` returns how many samples of a set the processes of each rank have read.
     """
 
     def __init__(
@@ -172,7 +154,7 @@ class CacheManager:
         }
 
     def _block_bytes(self) -> int:
-        # Without a cache, each record is fetched alone: its neighbours would be fetched for nothing.
+        # Without a cache, each record is fetched alone: nobody would use its neighbours.
         return self._settings.block_bytes if self._folder else 1
 
     async def open(self, address: str, environ: Variables, known: str) -> OpenSet:
@@ -181,8 +163,8 @@ class CacheManager:
         Args:
             address: of the set.
             environ: the client's variables that storage reads; none for a folder.
-            known: the digest of the set that the client has open already; empty when it begins. A client that begins
-                gets the set as it is now, and the others go on with the version that they have.
+            known: the digest of the set that the client had open before, which it gets again. It is empty for a new
+                client, which gets the set as it is now.
 
         Raises:
             OSError: it cannot be reached.
@@ -208,19 +190,19 @@ class CacheManager:
         """Whether a set was written again since it was opened, or its address leads to another set now."""
         storage = open_storage(address, environ)
         try:
-            return await look(storage) != version
+            return await find_version(storage) != version
         finally:
             await storage.close()
 
     def _key(self, address: str, environ: Variables, digest: str) -> tuple[str, ...]:
-        # All copies of a set share what the cache holds of it: whoever opens a copy has read the same index with its
-        # own rights. Without a cache, each address is read separately, with each client's own rights.
+        # All copies of a set share what the cache holds of it: whoever opens a copy has read the same index with rights
+        # of its own. Without a cache, each address is read separately, with the rights of each client.
         return (digest,) if self._folder else (address, environ.mark, digest)
 
     async def _open(self, address: str, environ: Variables) -> tuple[OpenSet, Version]:
         storage = open_storage(address, environ)
         try:
-            version = await look(storage)
+            version = await find_version(storage)
             index = await self._index(address, storage, version)
             digest = await asyncio.to_thread(lambda: index.digest)
         except BaseException:
@@ -230,7 +212,10 @@ class CacheManager:
         async with self._making:  # clients with other rights may open the same set at the same time
             if (opened := self._sets.get(key)) is None:
                 self._sets[key] = opened = await self._make(address, storage, index, digest)
-                await self._shrink()  # only now is the set among those that can be evicted
+                # Until the limit holds: the job that has left the cache may have had a higher one. Only now is this set
+                # among those that blocks can be evicted from.
+                if self._evictor is not None:
+                    await self._change(self._evictor.shrink)
                 return opened, version
         # The newest storage knows the files as they are now, and its credentials are the freshest.
         opened.storage, storage = storage, opened.storage
@@ -247,34 +232,19 @@ class CacheManager:
     async def _make(self, address: str, storage: Storage, index: ShardIndex, digest: str) -> OpenSet:
         table = await asyncio.to_thread(make_blocks, index, self._block_bytes())
         schedule = ReadSchedule(table, self._counters)
-        # A file of this server alone: another server of this user may have the same set open, and removes its files.
+        # Named after this server: another server of this user may have the same set open, and removes its own file.
         path = self._paths.socket.with_name(f"{self._paths.socket.stem}-{digest}.npz")
-        opened = OpenSet(address, storage, index, digest, table, str(path), schedule)
+        opened = OpenSet(storage, index, digest, table, str(path), schedule)
         if self._folder and not is_remote(address):
             self._notices += filter(None, [double_cache_warning(Path(address), os.environ)])
         if self._folder is not None and self._evictor is not None:
-            try:
-                opened.cached = await self._on_disk(
-                    self._folder.open_set, index, table, digest, self._settings.block_bytes
-                )
-                if self._storing is None:
-                    self._storing = asyncio.ensure_future(self._store())
-            except OSError as error:
-                self._turn_off(error)
+            opened.cached = await self._change(self._folder.open_set, index, table, digest, self._settings.block_bytes)
         if opened.cached is not None:
+            self._storing = self._storing or asyncio.ensure_future(self._store())
             opened.index_file = str(opened.cached.folder / INDEX_NAME)
         else:
             await asyncio.to_thread(index.save, path)
         return opened
-
-    async def _shrink(self) -> None:
-        """Evict until the limit holds: that of the job that has left the cache may have been higher."""
-        if self._evictor is None:
-            return
-        try:
-            await self._on_disk(self._evictor.shrink)
-        except OSError as error:
-            self._turn_off(error)
 
     def _evictable_sets(self) -> list[EvictableSet]:
         return [
@@ -284,81 +254,65 @@ class CacheManager:
         ]
 
     def expect(
-        self, of: OpenSet, rank: str, this: NDArray[np.int64], following: NDArray[np.int64], slot: int, read: int
+        self, opened: OpenSet, rank: str, this: NDArray[np.int64], following: NDArray[np.int64], slot: int, read: int
     ) -> None:
         """Take note of the order in which a rank will read, and prefetch in this order."""
-        of.schedule.expect(rank, this, following, slot, read)
-        self._schedule_changed(of)
+        opened.schedule.expect(rank, this, following, slot, read)
+        self._schedule_changed(opened)
 
-    def forget(self, of: OpenSet, rank: str) -> None:
+    def forget(self, opened: OpenSet, rank: str) -> None:
         """Forget the order of a rank that has ended."""
-        of.schedule.forget(rank)
-        self._schedule_changed(of)
+        opened.schedule.forget(rank)
+        self._schedule_changed(opened)
 
-    def _schedule_changed(self, of: OpenSet) -> None:
-        if self._evictor is None or self._folder is None or of.cached is None:
+    def _schedule_changed(self, opened: OpenSet) -> None:
+        if self._evictor is None or self._folder is None or opened.cached is None:
             return
         self._evictor.forget()
-        if of.digest not in self._prefetchers:
+        if opened.digest not in self._prefetchers:
 
             def read() -> dict[str, int]:
-                counts = self._read(of)
-                return {rank: counts.get(rank, 0) for rank in of.schedule.ranks()}
+                counts = self._read(opened)
+                return {rank: counts.get(rank, 0) for rank in opened.schedule.ranks()}
 
-            prefetcher = Prefetcher(of, of.cached, self._folder, self._fetcher, read)
+            prefetcher = Prefetcher(opened, opened.cached, self._folder, self._fetcher, read)
             task = asyncio.ensure_future(prefetcher.run())
             task.add_done_callback(self._prefetch_ended)
-            self._prefetchers[of.digest] = (prefetcher, task)
-        self._prefetchers[of.digest][0].changed()
+            self._prefetchers[opened.digest] = (prefetcher, task)
+        self._prefetchers[opened.digest][0].changed()
 
     def _prefetch_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._turn_off(error)
 
     async def records(
-        self, of: OpenSet, numbers: list[int], damaged: set[int]
+        self, opened: OpenSet, numbers: list[int], damaged: set[int]
     ) -> list[bytes | memoryview | Exception | None]:
-        """Get records.
+        """Return each record, or the error why it cannot be read, or None if it is in the cache now.
 
-        Args:
-            of: the set.
-            numbers: of the samples.
-            damaged: those that a client has found damaged or unreadable in the cache.
-
-        Returns:
-            each record, or the error why it cannot be read, or None if it is in the cache now.
+        `damaged` are those that a client has found damaged or unreadable in the cache.
         """
-        for block in {int(of.table.of[number]) for number in damaged}:
-            await self._drop_if_damaged(of, block)
-        wanted = [number for number in numbers if number in damaged or not self._is_cached(of, number)]
+        blocks = {number: int(opened.table.block_of[number]) for number in numbers}
+        for block in {blocks[number] for number in damaged}:
+            if opened.cached and opened.cached.shared.present[block] and not opened.busy[block]:
+                await self._change(opened.cached.remove, block)
+        present = opened.cached.shared.present if opened.cached else None
+        wanted = [each for each in numbers if each in damaged or present is None or not present[blocks[each]]]
         began = time.monotonic()
-        arrived = await self._fetcher.demand(of, {int(of.table.of[number]) for number in wanted})
+        arrived = await self._fetcher.demand(opened, {blocks[number] for number in wanted})
         found: dict[int, bytes | memoryview | Exception] = {}
         failed = []
         for number in wanted:
-            future = arrived[int(of.table.of[number])]
+            future = arrived[blocks[number]]
             if future.exception() is None:
-                found[number] = _record(of, number, future.result())
+                found[number] = _record(opened, number, future.result())
             else:
                 failed.append(number)
         if time.monotonic() - began < _QUICK_SECONDS:
-            found.update(zip(failed, await self._fetcher.records(of, failed), strict=True))
+            found.update(zip(failed, await self._fetcher.records(opened, failed), strict=True))
         else:
-            blocks = {number: arrived[int(of.table.of[number])] for number in failed}
-            found.update((number, as_storage_error(block.exception())) for number, block in blocks.items())
+            found.update((number, as_storage_error(arrived[blocks[number]].exception())) for number in failed)
         return [found.get(number) for number in numbers]
-
-    def _is_cached(self, of: OpenSet, number: int) -> bool:
-        return of.cached is not None and bool(of.cached.shared.present[of.table.of[number]])
-
-    async def _drop_if_damaged(self, of: OpenSet, block: int) -> None:
-        """Remove a block from the cache that a client could not use."""
-        if of.cached is None or not of.cached.shared.present[block] or of.busy[block]:
-            return
-        try:
-            await self._on_disk(of.cached.remove, block)
-        except OSError as error:
-            self._turn_off(error)
 
     async def _store(self) -> None:
         """Store what arrives, one batch after another, until cancelled."""
@@ -368,7 +322,7 @@ class CacheManager:
                 batch.append(self._queue.get_nowait())
             try:
                 stored = await self._on_disk(lambda batch: [self._store_one(each) for each in batch], batch)
-            except Exception as error:  # of any kind: what is fetched must not pile up in memory
+            except Exception as error:  # of any kind: fetched blocks must not pile up in memory
                 self._turn_off(error)
                 stored = [False] * len(batch)
             for each, done in zip(batch, stored, strict=True):
@@ -377,12 +331,20 @@ class CacheManager:
     async def _on_disk(self, work: Callable[..., _Result], *arguments: object) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._disk, work, *arguments)
 
+    async def _change(self, work: Callable[..., _Result], *arguments: object) -> _Result | None:
+        """Change the cache on disk. If that fails, turn the cache off."""
+        try:
+            return await self._on_disk(work, *arguments)
+        except OSError as error:
+            self._turn_off(error)
+            return None
+
     def _store_one(self, fetched: Fetched) -> bool:
-        cached, complete = fetched.of.cached, True
+        cached, complete = fetched.opened.cached, True
         for block, content in fetched.blocks:
             if cached is None or self._evictor is None:
                 return False
-            if not _is_sound(fetched.of, block, content) or not self._evictor.make_room(cached, block):
+            if not _is_sound(fetched.opened, block, content) or not self._evictor.make_room(cached, block):
                 complete = False
                 continue
             cached.write(block, content)
@@ -414,14 +376,16 @@ class CacheManager:
                 Path(each.index_file).unlink(missing_ok=True)
 
 
-def _record(of: OpenSet, number: int, block: memoryview) -> memoryview:
-    begin = int(of.index.offset[number] - of.table.start[of.table.of[number]])
-    return block[begin : begin + int(of.index.length[number])]
+def _record(opened: OpenSet, number: int, block: memoryview) -> memoryview:
+    begin = int(opened.index.offset[number] - opened.table.start[opened.table.block_of[number]])
+    return block[begin : begin + int(opened.index.length[number])]
 
 
-def _is_sound(of: OpenSet, block: int, content: memoryview) -> bool:
+def _is_sound(opened: OpenSet, block: int, content: memoryview) -> bool:
     """Whether all records of a block have their checksum. A damaged one is not stored, and fetched each time."""
-    return all(crc32(_record(of, each, content)) == of.index.checksum[each] for each in of.table.samples(block))
+    return all(
+        crc32(_record(opened, each, content)) == opened.index.checksum[each] for each in opened.table.samples(block)
+    )
 
 
 def _reason(error: BaseException) -> str:

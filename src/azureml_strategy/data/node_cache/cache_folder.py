@@ -11,6 +11,7 @@ import resource
 import shutil
 import time
 from contextlib import suppress
+from functools import _lru_cache_wrapper, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ from numpy.typing import NDArray
 
 from azureml_strategy.data.node_cache.protocol import BlockTable
 from azureml_strategy.data.shard_index import INDEX_NAME, ShardIndex, load_index
-from azureml_strategy.files import is_private, read_range
+from azureml_strategy.data.storage.folder import OpenFile
+from azureml_strategy.files import is_private
 
 # Only folders with this file belong to the cache. It holds the layout of the folder, and the size of its blocks.
 MARKER = ".azureml-strategy-cache"
@@ -36,41 +38,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
 
-class Files:
-    """Open shards of a set in the cache: a set may have more of them than a process may open.
+def open_files(folder: Path, flags: int) -> _lru_cache_wrapper[OpenFile]:
+    """Return a function that opens a shard of a set in the cache, with flags of open(2), and raises what that raises.
 
-    Args:
-        folder: that holds them.
-        names: of the shards, as in the index.
-        flags: of open(2).
+    It keeps files open, but not all: a set may have more shards than a process may open files.
     """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
 
-    def __init__(self, folder: Path, names: tuple[str, ...], flags: int) -> None:
-        self._open: dict[int, int] = {}
-        self._paths = [str(folder / shard_file(number)) for number in range(len(names))]
-        self._flags = flags | os.O_CLOEXEC
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most = _MOST_FILES if soft == resource.RLIM_INFINITY else max(8, min(_MOST_FILES, soft // 4))
+    @lru_cache(_MOST_FILES if soft == resource.RLIM_INFINITY else max(8, min(_MOST_FILES, soft // 4)))
+    def open_shard(shard: int) -> OpenFile:
+        return OpenFile(os.open(folder / shard_file(shard), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
-    def __getitem__(self, shard: int) -> int:
-        """Return the descriptor of a shard.
-
-        Raises:
-            OSError: it cannot be opened.
-        """
-        if shard not in self._open:
-            if len(self._open) >= self._most:
-                os.close(self._open.pop(next(iter(self._open))))
-            self._open[shard] = os.open(self._paths[shard], self._flags | os.O_NOFOLLOW, 0o600)
-        return self._open[shard]
-
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close all."""
-        while self._open:
-            os.close(self._open.popitem()[1])
+    return open_shard
 
 
 class Shared(NamedTuple):
@@ -87,7 +66,7 @@ class Shared(NamedTuple):
 
 def map_shared(folder: Path, blocks: int) -> Shared:
     """Map the files in a set's folder that all processes share."""
-    # As plain arrays: numpy is several times slower with its own class for mapped files.
+    # As plain arrays: numpy takes several times as long with its class for mapped files.
     return Shared(
         np.asarray(np.memmap(folder / _PRESENT, np.uint8, "r+", shape=(blocks,))),
         np.asarray(np.memmap(folder / _USED, np.int64, "r+", shape=(blocks,))),
@@ -110,25 +89,25 @@ class CachedSet:
     def __init__(self, folder: Path, index: ShardIndex, table: BlockTable) -> None:
         self.folder, self._table, self._sizes = folder, table, index.sizes
         self.shared = map_shared(folder, len(table))
-        self._files = Files(folder, index.shards, os.O_RDWR | os.O_CREAT)
+        self._file = open_files(folder, os.O_RDWR | os.O_CREAT)
         self._taken = {shard: _taken(folder / shard_file(shard)) for shard in range(len(index.shards))}
-        # All but the shards, which does not grow.
+        # Of all files but the shards, which does not grow.
         self._fixed = _taken_by_all(folder) - sum(self._taken.values())
         self.bytes = self._fixed + sum(self._taken.values())
 
     def cost(self, block: int) -> int:
-        """Return how many bytes a block takes at most, with pages that it has in part."""
+        """Return how many bytes a block takes at most, with the pages that it fills in part."""
         start, end = int(self._table.start[block]), int(self._table.end[block])
         return (-(-end // _PAGE) - start // _PAGE) * _PAGE
 
     def write(self, block: int, content: memoryview) -> None:
-        """Write a block, and then mark it as present: in this order, so that nobody reads it too early.
+        """Write a block, and only then mark it as present, so that nobody reads it too early.
 
         Raises:
             OSError: the disk is full, or broken.
         """
         shard, start = int(self._table.shard[block]), int(self._table.start[block])
-        file = self._files[shard]
+        file = self._file(shard).descriptor
         try:
             while len(content):
                 written = os.pwrite(file, content, start)
@@ -137,19 +116,10 @@ class CachedSet:
             self._count(shard)
         self.shared.present[block] = 1
 
-    def read(self, block: int) -> bytes:
-        """Read a block as it is there, damaged or not.
-
-        Raises:
-            OSError: the disk is broken.
-        """
-        start, end = int(self._table.start[block]), int(self._table.end[block])
-        return read_range(self._files[int(self._table.shard[block])], end - start, start)
-
     def remove(self, block: int) -> None:
-        """Mark a block as absent, and free its pages but for those that it shares with other blocks.
+        """Mark a block as absent, and free its pages, but for those that it shares with other blocks.
 
-        A reader that saw the mark just before reads zeros now, and notices by the checksum.
+        A reader that has seen the mark just before reads zeros, which do not have the record's checksum.
 
         Raises:
             OSError: the disk is broken.
@@ -163,7 +133,7 @@ class CachedSet:
         if self._has_part(block, 1, last - 1):
             last -= 1
         if last > first:
-            punch(self._files[shard], first * _PAGE, (last - first) * _PAGE)
+            punch(self._file(shard).descriptor, first * _PAGE, (last - first) * _PAGE)
             self._count(shard)
 
     def _has_part(self, block: int, step: int, page: int) -> bool:
@@ -178,13 +148,9 @@ class CachedSet:
         return False
 
     def _count(self, shard: int) -> None:
-        taken = os.fstat(self._files[shard]).st_blocks * 512
+        taken = os.fstat(self._file(shard).descriptor).st_blocks * 512
         self.bytes += taken - self._taken[shard]
         self._taken[shard] = taken
-
-    def close(self) -> None:
-        """Close its files."""
-        self._files.close()
 
 
 class CacheFolder:
@@ -260,7 +226,7 @@ class CacheFolder:
 
 
 def _is_made(folder: Path, digest: str, facts: dict[str, int]) -> bool:
-    """Whether a set's folder is complete: after a power cut the end of each of its files may be lost."""
+    """Whether a set's folder is complete: after a power cut, the end of any of its files may be lost."""
     blocks = facts["blocks"]
     try:
         made = json.loads((folder / MARKER).read_text()) == facts
@@ -278,7 +244,7 @@ def _make(folder: Path, index: ShardIndex, facts: dict[str, int]) -> None:
     folder.mkdir(mode=0o700)
     (folder / MARKER).write_text(json.dumps(facts))
     index.save(folder / INDEX_NAME)
-    # Their bytes are allocated from the start: a process that writes to a mapped file on a full disk is killed.
+    # All bytes are allocated now: a process that writes to a mapped file on a full disk is killed.
     _allocate(folder / _USED, 8 * facts["blocks"])
     _allocate(folder / _PRESENT, facts["blocks"])
 
@@ -309,12 +275,7 @@ def _taken_by_all(folder: Path) -> int:
 
 
 def punch(file: int, start: int, length: int) -> None:
-    """Free a part of a file; it reads as zeros from then on.
-
-    Args:
-        file: its descriptor.
-        start: bytes.
-        length: bytes.
+    """Free a part of an open file, in bytes. It reads as zeros from then on.
 
     Raises:
         OSError: the file system cannot, or the disk is broken.

@@ -1,4 +1,4 @@
-"""A set of shards, seen through the cache server of this node. Training processes and their workers use it."""
+"""Reads a set of shards through the cache server of this node. Training processes and their workers use it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -23,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from azureml_strategy.control.process import Member, is_gone, shares_process_table, this_process
-from azureml_strategy.data.node_cache.cache_folder import Files, Shared, map_shared
+from azureml_strategy.data.node_cache.cache_folder import Shared, map_shared, open_files
 from azureml_strategy.data.node_cache.protocol import (
     BlockTable,
     CacheSettings,
@@ -52,9 +53,9 @@ _START_SECONDS = 120.0
 # Bytes of records that one request asks for.
 _AT_ONCE = 64 << 20
 _LOG_TAIL = 2000
-_ALIKE = 0.05
+_SIMILAR = 0.05
 
-_all: weakref.WeakSet[NodeCache]
+_all: weakref.WeakSet[NodeCache] = weakref.WeakSet()
 _kept_after_fork: list[IO[bytes]] = []
 _count = itertools.count()
 
@@ -62,8 +63,8 @@ _count = itertools.count()
 class NodeCache:
     """The records of a set, from the cache of this node, or from storage by its server.
 
-    It may be pickled, and used after a fork: each process has its own connection. The server lives as long as the
-    process that made this object, or others that did.
+    It may be pickled, and used after a fork: each process has its own connection. The server runs as long as a process
+    that has made such an object.
 
     Args:
         address: of the folder with the shards, as of `data.storage.open_storage`.
@@ -78,13 +79,13 @@ class NodeCache:
         folder = settings.folder.expanduser().resolve() if settings.folder else None
         self._settings = CacheSettings(folder, settings.limit, settings.block_bytes)
         self._address = address if is_remote(address) else str(Path(address).expanduser().resolve())
-        self._own()
+        self._become_owner()
         self._digest = ""  # copies in workers keep it, so that all of them read one version of the set
         self._begin()
         self._connected()
 
-    def _own(self) -> None:
-        """Make this process the owner: the server lives as long as it, and counts what its workers read as its own."""
+    def _become_owner(self) -> None:
+        """Make this process the owner: the server runs as long as it, and counts what its workers read as its own."""
         self._owner = asdict(this_process(0, 0))
         # The name of this object and of its copies in workers, which no other object has.
         self._reader = f"{os.getpid()}-{next(_count)}"
@@ -105,7 +106,7 @@ class NodeCache:
         self.__dict__.update(state)
         owner = Member(**self._owner)
         if not shares_process_table(owner) or is_gone(owner):  # sent from another machine, or read from a file
-            self._own()
+            self._become_owner()
         self._begin()
 
     @property
@@ -118,14 +119,9 @@ class NodeCache:
         return self._index
 
     def read(self, numbers: Sequence[int]) -> list[bytes | Exception]:
-        """Read records.
+        """Return records in the order asked for, each with the checksum that it was packed with.
 
-        Args:
-            numbers: of the samples.
-
-        Returns:
-            the records, in this order, each with the checksum that it was packed with. In place of one that is damaged
-            there is a `RecordError`, and in place of one that storage does not give a `StorageError`.
+        In place of one that is damaged there is a `RecordError`, and of one that cannot be fetched a `StorageError`.
         """
         with self._lock:
             wanted = np.asarray(numbers, np.int64)
@@ -137,25 +133,21 @@ class NodeCache:
         return [found[place] for place in range(len(wanted))]
 
     def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
-        """Announce which samples this rank will read, in order, so that they are fetched before they are needed.
-
-        Args:
-            numbers: of the pass that begins now.
-            following: of the next pass.
+        """Announce which samples this rank reads in this pass and in the next one, so that they are fetched before.
 
         Raises:
-            NodeCacheError: the server cannot be had.
+            NodeCacheError: the server cannot be reached.
         """
         with self._lock:
             self._expected = (np.concatenate([numbers, following]).astype(np.int64, copy=False), len(numbers))
             self._request({"ask": "expect", "length": len(numbers)}, self._expected[0].tobytes())
 
     def reached(self, position: int) -> None:
-        """Announce how many samples of this pass have been handed out. It costs some microseconds."""
+        """Announce how many samples of this pass have been handed out. This takes some microseconds."""
         with self._lock:
             link = self._link
             if link is None or link.pid != os.getpid() or link.has_ended():
-                try:  # so that a new server knows what to prefetch; the next read raises what fails here
+                try:  # a new server has to know what to prefetch; if this fails, the next read raises the error
                     link = self._connected()
                 except NodeCacheError:
                     return
@@ -165,20 +157,20 @@ class NodeCache:
         """Return what the server has done so far: requests to storage, bytes fetched, blocks stored and evicted.
 
         Raises:
-            NodeCacheError: the server cannot be had.
+            NodeCacheError: the server cannot be reached.
         """
         with self._lock:
             return dict(self._request({"ask": "statistics"}).header["statistics"])
 
     def close(self) -> None:
-        """End the connection. The server ends with its last one. What is used after this connects anew."""
+        """End the connection. The server ends with its last one. The next use connects again."""
         with self._lock:
             link, self._link = self._link, None
             if link is not None:
                 link.close()
 
     def _pieces(self, wanted: NDArray[np.int64]) -> Iterator[list[int]]:
-        """Cut what is wanted into requests."""
+        """Yield the places of records for one request after another, each of some 64 MiB."""
         if len(wanted) * self._longest <= _AT_ONCE:
             yield list(range(len(wanted)))
             return
@@ -208,7 +200,7 @@ class NodeCache:
             return places, []
         index, numbers = self.index, wanted[places]
         absent, damaged = [], []
-        blocks = self._table.of[numbers]
+        blocks = self._table.block_of[numbers]
         present = link.cached.present[blocks] != 0
         link.cached.used[blocks[present]] = time.monotonic_ns()
         # Lists: to take numbers out of an array one by one costs a tenth of the time of the read itself.
@@ -219,7 +211,7 @@ class NodeCache:
                 absent.append(place)
                 continue
             try:
-                record = check_record(index, number, read_range(link.files[shard], length, offset))
+                record = check_record(index, number, read_range(link.file(shard).descriptor, length, offset))
             except OSError:  # a failing disk: the server has other ways
                 damaged.append(place)
                 continue
@@ -269,20 +261,15 @@ class NodeCache:
             return link
         self.close()
         for _ in range(_STARTS + 1):
-            try:
+            with suppress(EOFError, ConnectionError):
                 link = _Link(_connect(self._settings))
-            except ConnectionError:
-                continue
-            try:
-                self._open(link)
-            except (EOFError, ConnectionError):
-                link.close()
-                continue
-            except BaseException:
-                link.close()
-                raise
-            self._link = link
-            return link
+                try:
+                    self._open(link)
+                except BaseException:
+                    link.close()
+                    raise
+                self._link = link
+                return link
         raise NodeCacheError(
             f"The cache server of this node has ended {_STARTS + 1} times while it opened {self._address}. "
             f"{_log_tail(server_paths(self._settings.folder))}"
@@ -290,7 +277,7 @@ class NodeCache:
 
     def _open(self, link: _Link) -> None:
         own = self._owner["pid"] == os.getpid()
-        # The server may have been started by another job, with another account's variables.
+        # The server may have been started by another job, whose variables name another account.
         environ = storage_variables(os.environ if is_remote(self._address) else {})
         who = {"owner": self._owner, "own": own, "reader": self._reader}
         asked = {"ask": "open", "address": self._address, "environ": environ, "known": self._digest, **who}
@@ -299,8 +286,8 @@ class NodeCache:
             raise NodeCacheError(
                 f"{self._address} is another set than when this training began: its index has changed. Start again."
             )
-        # A limit that is a share of the free space differs a little from one process to the next.
-        if own and facts["cached"] and abs(facts["limit"] - self._settings.limit) > _ALIKE * facts["limit"]:
+        # A limit that is a share of the free space differs a little between processes.
+        if own and facts["cached"] and abs(facts["limit"] - self._settings.limit) > _SIMILAR * facts["limit"]:
             warnings.warn(
                 f"The cache in {self._settings.folder} is in use already with limit={facts['limit']}, which stays; "
                 f"limit={self._settings.limit} is not used. Give all jobs of a node the same, or other folders.",
@@ -312,7 +299,7 @@ class NodeCache:
             self._longest = int(self._index.length.max())
         if facts["cached"]:
             self._table = self._table or make_blocks(self._index, facts["block_bytes"])
-            link.use(Path(facts["cached"]), self._index, len(self._table))
+            link.use(Path(facts["cached"]), len(self._table))
         if self._expected is not None and own:
             link.request({"ask": "expect", "length": self._expected[1]}, self._expected[0].tobytes())
 
@@ -326,19 +313,18 @@ class _Link:
         self._file: IO[bytes] = self._socket.makefile("rb")
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
-        try:
-            self.counters = map_counters(self.paths.slots)
-        except FileNotFoundError as error:  # a server removes them when it ends, as this one does just now
-            self._file.close()
-            self._socket.close()
-            raise ConnectionError("the server ends") from error
         self.slot = 0
         self.cached: Shared | None = None
-        self.files: Any = None
+        self.file: Any = None
+        try:
+            self.counters = map_counters(self.paths.slots)
+        except FileNotFoundError as error:  # the server removes them when it ends, and so it is ending now
+            self.close()
+            raise ConnectionError("the server ends") from error
 
-    def use(self, folder: Path, index: ShardIndex, blocks: int) -> None:
+    def use(self, folder: Path, blocks: int) -> None:
         """Map the cache, so that records are read from it directly."""
-        self.cached, self.files = map_shared(folder, blocks), Files(folder, index.shards, os.O_RDONLY)
+        self.cached, self.file = map_shared(folder, blocks), open_files(folder, os.O_RDONLY)
 
     def request(self, header: dict[str, Any], payload: bytes = b"") -> Frame:
         """Ask, and wait for the answer.
@@ -359,7 +345,7 @@ class _Link:
                 f"The cache server of this node has said nothing for {_PATIENCE_SECONDS:.0f} seconds: it was stopped, "
                 f"or its disk hangs. {_log_tail(self.paths)}"
             ) from error
-        except BaseException:  # such as Ctrl-C: the answer that comes later must not become that of the next request
+        except BaseException:  # as by Ctrl-C: a late answer must not be taken for that of the next request
             self.close()
             raise
         for notice in frame.header.get("notices", ()):
@@ -371,28 +357,28 @@ class _Link:
 
     def has_ended(self) -> bool:
         """Whether the server has closed the connection."""
-        # Between two requests nothing can arrive but the end. After `close`, the descriptor may be another file's.
+        # Between two requests, only the end can arrive. After `close`, the descriptor may belong to another file.
         return self._file.closed or bool(self._poll.poll(0))
 
     def close(self) -> None:
         """End the connection."""
         self._file.close()
         self._socket.close()
-        if self.files is not None:
-            self.files.close()
+        if self.file is not None:
+            self.file.cache_clear()
 
     def close_after_fork(self) -> None:
         """Close a forked child's copy of the connection.
 
-        The buffered file is kept, never closed: a thread of the parent may have held its lock at the fork, and in the
-        child nobody releases that.
+        The buffered file is never closed: a thread of the parent may have held its lock at the fork, which nobody
+        releases in the child.
         """
         _kept_after_fork.append(self._file)
         descriptor = self._socket.detach()
         if descriptor >= 0:
             os.close(descriptor)
-        if self.files is not None:
-            self.files.close()
+        if self.file is not None:
+            self.file.cache_clear()
 
 
 def _connect(settings: CacheSettings) -> tuple[socket.socket, ServerPaths]:
@@ -401,14 +387,14 @@ def _connect(settings: CacheSettings) -> tuple[socket.socket, ServerPaths]:
     until = time.monotonic() + _START_SECONDS
     while time.monotonic() < until:
         try:
-            connection = _try(paths)
+            connection = _try_to_connect(paths)
             if connection is None:
-                _start(settings, paths)
+                _start_server(settings, paths)
                 # Our server answers at once. If another process's was faster, it may not listen yet.
-                connection = _try(paths)
+                connection = _try_to_connect(paths)
             if connection is not None:
                 return connection, paths
-        except BlockingIOError:  # others wait for the server, as many as its queue holds
+        except BlockingIOError:  # the server's queue is full of others that wait
             pass
         time.sleep(0.05)
     raise NodeCacheError(
@@ -417,21 +403,21 @@ def _connect(settings: CacheSettings) -> tuple[socket.socket, ServerPaths]:
     )
 
 
-def _try(paths: ServerPaths) -> socket.socket | None:
+def _try_to_connect(paths: ServerPaths) -> socket.socket | None:
+    """Connect to the server; None if there is none."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(_PATIENCE_SECONDS)
     try:
         connection.connect(str(paths.socket))
-    except (FileNotFoundError, ConnectionRefusedError):
+    except OSError as error:
         connection.close()
-        return None
-    except BlockingIOError:
-        connection.close()
+        if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):
+            return None
         raise
     return connection
 
 
-def _start(settings: CacheSettings, paths: ServerPaths) -> None:
+def _start_server(settings: CacheSettings, paths: ServerPaths) -> None:
     """Start a server. If several are started at once, one of them serves, and the others end."""
     options = {**asdict(settings), "folder": str(settings.folder) if settings.folder else None}
     command = [sys.executable, "-m", "azureml_strategy.data.node_cache", json.dumps(options)]
@@ -455,23 +441,19 @@ def _start(settings: CacheSettings, paths: ServerPaths) -> None:
 
 
 def _log_tail(paths: ServerPaths) -> str:
-    try:
+    text = ""
+    with suppress(OSError):
         text = paths.log.read_text(errors="replace")[-_LOG_TAIL:].strip()
-    except OSError:
-        text = ""
     return (
         f"It said last: {text}" if text else f"It left no message in {paths.log}: it was killed, as for want of memory."
     )
 
 
-_all = weakref.WeakSet()
-
-
 def _after_fork_in_child() -> None:
     """Give each object in a forked child a lock and a connection of its own.
 
-    The child's copy would keep the parent's connection open after the parent has ended. And a lock that a thread of the
-    parent held at the fork is never released in the child.
+    The child's copy of the connection would keep it open after the parent has ended. And nobody releases a lock in the
+    child that a thread of the parent held at the fork.
     """
     for each in list(_all):
         each._lock = threading.RLock()

@@ -1,6 +1,4 @@
-"""In what order the ranks of a node will read the samples of a set, and so which blocks make room for others: those
-that are needed last (Belady 1966).
-"""
+"""Knows in what order the ranks of a node will read a set, and evicts the blocks that are needed last (Belady 1966)."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from azureml_strategy.data.node_cache.protocol import BlockTable
 # Later than everything, in samples of a rank.
 NEVER = 1 << 40
 
-# Blocks for this share of the cache are chosen at once, which takes some 100 ms for a million blocks. The choice stays
-# right, but for blocks that were read meanwhile: these would now be an even better choice.
+# Blocks for 1/64 of the cache are chosen at once, which takes some 100 ms for a million blocks. The choice stays right;
+# only blocks that were read meanwhile would be an even better one.
 _SHARE = 64
 
 
@@ -70,16 +68,11 @@ class ReadSchedule:
         return bool(self._ranks)
 
     def expect(self, rank: str, this: NDArray[np.int64], following: NDArray[np.int64], slot: int, read: int) -> None:
-        """Take note of the order in which a rank will read.
+        """Take note of the samples that a rank will read in this pass and in the next one.
 
-        Args:
-            rank: a name that no other rank has.
-            this: samples of the pass that begins now.
-            following: samples of the next pass.
-            slot: of the rank's counters.
-            read: samples that its processes have read so far.
+        `slot` is that of its counters, and `read` the number of samples that its processes have read so far.
         """
-        blocks = self._table.of[np.concatenate([this, following])]
+        blocks = self._table.block_of[np.concatenate([this, following])]
         self._ranks[rank] = RankOrder(blocks, len(this), slot, read)
 
     def forget(self, rank: str) -> None:
@@ -106,8 +99,7 @@ class ReadSchedule:
     def timeline(self, read: dict[str, int]) -> Timeline:
         """Merge what the ranks have not read yet.
 
-        Args:
-            read: samples that the processes of each rank have read so far. A rank that has just begun is not in it.
+        `read` has the samples that each rank's processes have read so far. A rank that has just begun is not in it.
         """
         rest = [order.blocks[self._front(order, read.get(rank, 0)) :] for rank, order in list(self._ranks.items())]
         rest.append(np.empty(0, np.int32))  # the last rank may have ended
@@ -116,7 +108,7 @@ class ReadSchedule:
         return Timeline(np.concatenate(rest)[order], times[order])
 
     def front(self, read: dict[str, int]) -> int:
-        """Return how many samples the ranks have read altogether; it only grows within a pass."""
+        """Return how many samples of the pass all ranks together have read. It never falls within a pass."""
         return sum(self._front(order, read.get(rank, 0)) for rank, order in list(self._ranks.items()))
 
     def needed(self) -> NDArray[np.bool_]:
@@ -139,17 +131,11 @@ class ReadSchedule:
 
 
 class EvictableSet(NamedTuple):
-    """What the choice depends on, of a set.
-
-    Attributes:
-        cached: its blocks.
-        schedule: when its blocks will be read.
-        in_use: whether any process has it open.
-    """
+    """What the choice of victims depends on, of a set."""
 
     cached: CachedSet
     schedule: ReadSchedule
-    in_use: bool
+    in_use: bool  # whether any process has it open
 
 
 class _Victim(NamedTuple):
@@ -161,12 +147,8 @@ class _Victim(NamedTuple):
 class Evictor:
     """Makes room in the cache. One thread uses it.
 
-    A set whose order no rank has announced, or that is not read just now, such as validation during training, is
-    needed after the current pass. Of blocks that are needed equally late, the one that was not read for longest goes.
-
-    Args:
-        folder: of the cache.
-        sets: returns the sets as they are now.
+    A set whose order no rank has announced, or that is not read just now, such as validation during training, counts as
+    needed after the current pass. Of blocks that are needed equally late, the least recently read one goes first.
     """
 
     def __init__(self, folder: CacheFolder, sets: Callable[[], Collection[EvictableSet]]) -> None:
@@ -182,10 +164,7 @@ class Evictor:
         self._changed = True
 
     def make_room(self, cached: CachedSet, block: int) -> bool:
-        """Evict what is needed later than a block, until the block fits.
-
-        Returns:
-            False if it does not fit: all else is needed earlier.
+        """Evict what is needed later than a block, until the block fits; False if all else is needed earlier.
 
         Raises:
             OSError: the disk is broken.

@@ -1,5 +1,6 @@
-"""Fetches blocks from storage before they are needed, in the order in which they will be: none twice at once,
-neighbours together, and what a reader waits for first.
+"""Fetches blocks from storage before they are needed, in the order of their use.
+
+No block is fetched twice at once, neighbours are fetched together, and what a reader waits for comes first.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from azureml_strategy.data.storage import Storage, StorageError
 # Gbit/s; the longer ranges that the prefetch makes of neighbours fill 10 and more.
 _UNDER_WAY = 64
 
-# How much is fetched ahead of the readers where something else has to be evicted for it: what a line of 25 Gbit/s
-# brings in 160 ms, but at most 1/32 of the cache, as what waits there keeps other blocks out.
+# How many bytes are fetched ahead of the readers if other blocks have to be evicted for them: what a line of 25 Gbit/s
+# brings in 160 ms, but at most 1/32 of the cache, as blocks that wait there leave less room for others.
 _AHEAD, _SHARE = 512 << 20, 32
-# So many bytes that are needed next are planned together: neighbours among them come by one request.
+# So many bytes that are needed next are planned together, so that one request brings neighbours among them.
 _WINDOW = 8 << 20
-# Where the cache has room for all of a pass, a request is widened by neighbours that the pass needs as well, up to this
-# length: storage serves few long requests at several times the rate of many short ones.
+# If the cache has room for all of a pass, a request is widened by neighbours that the pass needs as well, up to this
+# length: storage serves few long requests several times as fast as many short ones.
 _AROUND = 512 << 10
 # Uses that are examined in one go, and uses that may be fetched in one go.
-_LOOK, _MOST = 1 << 16, 4096
+_EXAMINED, _MOST = 1 << 16, 4096
 _WAIT_SECONDS = 0.02
 
 
@@ -41,20 +42,13 @@ class OpenSet:
     """A set that some process reads.
 
     Attributes:
-        address: the folder of its shards.
-        storage: that holds it.
-        index: of the set.
-        digest: of the index.
-        table: its blocks.
         index_file: where clients read the index.
-        schedule: when its blocks will be read.
         cached: what the node keeps of it; None without a cache.
         arriving: blocks that are being fetched, or were fetched and are not in the cache yet.
         busy: bool `(blocks,)`, whether a block is in `arriving`.
-        users: connections that have it open.
+        users: how many connections have it open.
     """
 
-    address: str
     storage: Storage
     index: ShardIndex
     digest: str
@@ -73,21 +67,13 @@ class OpenSet:
 class Fetched:
     """Blocks that one request has brought."""
 
-    of: OpenSet
+    opened: OpenSet
     blocks: list[tuple[int, memoryview]]
     stored: asyncio.Future[bool]
 
 
 class Fetcher:
-    """Asks storage, and counts.
-
-    Args:
-        store: takes what was fetched for a set that is cached.
-
-    Attributes:
-        requests: made so far.
-        bytes: fetched so far.
-    """
+    """Asks storage, counts requests and bytes, and puts what was fetched for a cached set into a queue."""
 
     def __init__(self, store: asyncio.Queue[Fetched]) -> None:
         self._store = store
@@ -96,92 +82,88 @@ class Fetcher:
         self._less = asyncio.Event()
         self._tasks: set[asyncio.Task[bool]] = set()
 
-    async def turn(self) -> None:
+    async def wait_for_turn(self) -> None:
         """Wait until few enough ranges are under way to prefetch another one."""
         while self._under_way >= _UNDER_WAY:
             self._less.clear()
             await self._less.wait()
 
-    def begin(self, of: OpenSet, first: int, last: int) -> asyncio.Task[bool]:
+    def begin(self, opened: OpenSet, first: int, last: int) -> asyncio.Task[bool]:
         """Begin to fetch a run of blocks, none of which is arriving yet, and have them stored.
 
-        Whoever waits for one of them gets it as soon as it is here; a failure too.
-
-        Returns:
-            whether all of it was stored, once it was.
+        Whoever waits for one of them gets it, or the error, as soon as it is here. The task's result is whether all of
+        them were stored.
         """
         loop = asyncio.get_running_loop()
         futures: dict[int, asyncio.Future[memoryview]] = {}
         for block in range(first, last + 1):
-            futures[block] = of.arriving[block] = loop.create_future()
-        of.busy[first : last + 1] = True
+            futures[block] = opened.arriving[block] = loop.create_future()
+        opened.busy[first : last + 1] = True
         self._under_way += 1
-        task = loop.create_task(self._fetch(of, first, last, futures))
+        task = loop.create_task(self._fetch(opened, first, last, futures))
         self._tasks.add(task)  # the loop itself holds only weak references
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _fetch(self, of: OpenSet, first: int, last: int, futures: dict[int, asyncio.Future[memoryview]]) -> bool:
-        table = of.table
+    async def _fetch(
+        self, opened: OpenSet, first: int, last: int, futures: dict[int, asyncio.Future[memoryview]]
+    ) -> bool:
+        table = opened.table
         try:
             start = int(table.start[first])
-            content = await self.read(of, int(table.shard[first]), start, int(table.end[last]) - start)
+            content = await self.read(opened, int(table.shard[first]), start, int(table.end[last]) - start)
             parts = [
                 (block, content[int(table.start[block]) - start : int(table.end[block]) - start]) for block in futures
             ]
             for block, part in parts:
                 futures[block].set_result(part)
-            if of.cached is None:
+            if opened.cached is None:
                 return False
-            fetched = Fetched(of, parts, asyncio.get_running_loop().create_future())
+            fetched = Fetched(opened, parts, asyncio.get_running_loop().create_future())
             self._store.put_nowait(fetched)
             return await fetched.stored
-        except Exception as error:  # of any kind: somebody waits for it
+        except Exception as error:  # of any kind: somebody waits for the blocks
             for future in futures.values():
                 future.set_exception(error)
-                future.exception()  # or asyncio would warn of an error that nobody asked for
+                future.exception()  # otherwise asyncio would warn of an error that nobody has read
             return False
         finally:
             self._under_way -= 1
             self._less.set()
-            of.busy[first : last + 1] = False
+            opened.busy[first : last + 1] = False
             for block in futures:
-                del of.arriving[block]
+                del opened.arriving[block]
 
-    async def read(self, of: OpenSet, shard: int, start: int, length: int) -> memoryview:
+    async def read(self, opened: OpenSet, shard: int, start: int, length: int) -> memoryview:
         """Read a range of a shard.
 
         Raises:
-            StorageError: it cannot be had.
+            StorageError: it cannot be read.
         """
         if not length:
             return memoryview(b"")
         self.requests += 1
-        content = await of.storage.read(of.index.shards[shard], start, length)
+        content = await opened.storage.read(opened.index.shards[shard], start, length)
         self.bytes += length
         return memoryview(content).cast("B")
 
-    async def demand(self, of: OpenSet, blocks: Collection[int]) -> dict[int, asyncio.Future[memoryview]]:
-        """Have blocks fetched at once, ahead of what is prefetched.
-
-        Returns:
-            what becomes of each, as soon as all are here.
-        """
-        wanted = {block: of.arriving[block] for block in blocks if block in of.arriving}
+    async def demand(self, opened: OpenSet, blocks: Collection[int]) -> dict[int, asyncio.Future[memoryview]]:
+        """Fetch blocks at once, ahead of what is prefetched, and return each one's future when all are done."""
+        wanted = {block: opened.arriving[block] for block in blocks if block in opened.arriving}
         missing = np.array(sorted(set(blocks) - wanted.keys()), np.int64)
         if len(missing):
-            for first, last in of.table.runs(missing):
-                self.begin(of, first, last)
-            wanted |= {block: of.arriving[block] for block in missing.tolist()}
+            for first, last in opened.table.runs(missing):
+                self.begin(opened, first, last)
+            wanted |= {block: opened.arriving[block] for block in missing.tolist()}
         if wanted:
             await asyncio.wait(wanted.values())
         return wanted
 
-    async def records(self, of: OpenSet, numbers: list[int]) -> list[memoryview | StorageError]:
-        """Read records one by one: of a damaged shard, those that can be had."""
-        index = of.index
+    async def records(self, opened: OpenSet, numbers: list[int]) -> list[memoryview | StorageError]:
+        """Read records one by one: of a damaged shard, some can still be read."""
+        index = opened.index
         places = [(int(index.shard[each]), int(index.offset[each]), int(index.length[each])) for each in numbers]
-        found = await asyncio.gather(*(self.read(of, *place) for place in places), return_exceptions=True)
+        found = await asyncio.gather(*(self.read(opened, *place) for place in places), return_exceptions=True)
         return [as_storage_error(each) if isinstance(each, BaseException) else each for each in found]
 
 
@@ -193,25 +175,19 @@ def as_storage_error(error: BaseException | None) -> StorageError:
 class Prefetcher:
     """Fetches what a set's ranks will read.
 
-    It goes on beyond `_AHEAD` bytes, and into the next pass, where nothing has to make room for it.
-
-    Args:
-        of: the set.
-        cached: what the node keeps of it.
-        folder: of the cache.
-        fetcher: that asks storage.
-        read: returns how many samples the processes of each rank have read.
+    It goes beyond `_AHEAD` bytes, and into the next pass, if nothing has to be evicted for that. `read` returns how
+    many samples the processes of each rank have read.
     """
 
     def __init__(
         self,
-        of: OpenSet,
+        opened: OpenSet,
         cached: CachedSet,
         folder: CacheFolder,
         fetcher: Fetcher,
         read: Callable[[], dict[str, int]],
     ) -> None:
-        self._of, self._present, self._folder = of, cached.shared.present, folder
+        self._opened, self._present, self._folder = opened, cached.shared.present, folder
         self._fetcher, self._read = fetcher, read
         self._ahead = min(_AHEAD, folder.limit // _SHARE)
         self._changed = asyncio.Event()
@@ -229,42 +205,44 @@ class Prefetcher:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            if self._of.schedule:
+            if self._opened.schedule:
                 await self._follow()
 
     async def _follow(self) -> None:
         """Prefetch a timeline to its end, or until there is another one."""
         read = self._read()
-        self._ranks, self._began_at, self._failed_at = max(len(read), 1), self._of.schedule.front(read), -1
+        self._ranks, self._began_at, self._failed_at = max(len(read), 1), self._opened.schedule.front(read), -1
         self._waiting.clear()
         self._waiting_bytes = 0
-        timeline = await asyncio.to_thread(self._of.schedule.timeline, read)
-        needed = self._of.schedule.needed()
+        timeline = await asyncio.to_thread(self._opened.schedule.timeline, read)
+        needed = self._opened.schedule.needed()
         missing = np.flatnonzero(needed & (self._present == 0))
-        size = int((self._of.table.end[missing] - self._of.table.start[missing] + 4096).sum())
+        size = int((self._opened.table.end[missing] - self._opened.table.start[missing] + 4096).sum())
         around = needed if size < self._folder.free else None
         at = 0
         while not self._changed.is_set():
-            # The readers may have overtaken it. Time is counted in samples of a rank since the timeline began.
+            # The readers may be ahead by now. Time is counted in samples of a rank since the timeline began.
             now = (self._front() - self._began_at) // self._ranks
             at = max(at, int(np.searchsorted(timeline.times, now)))
-            blocks = timeline.blocks[at : at + _LOOK]
+            blocks = timeline.blocks[at : at + _EXAMINED]
             if not len(blocks):
                 return
-            missing = at + np.flatnonzero((self._present[blocks] == 0) & ~self._of.busy[blocks])
+            missing = at + np.flatnonzero((self._present[blocks] == 0) & ~self._opened.busy[blocks])
             at = await self._fetch(timeline, missing, around) if len(missing) else at + len(blocks)
             await asyncio.sleep(0)
 
     def _front(self) -> int:
-        return self._of.schedule.front(self._read())
+        return self._opened.schedule.front(self._read())
 
     async def _fetch(self, timeline: Timeline, missing: NDArray[np.int64], around: NDArray[np.bool_] | None) -> int:
         """Fetch the first of the missing places of a timeline; return the place to go on from."""
-        table = self._of.table
+        table = self._opened.table
         places = missing[:_MOST]
         size = np.cumsum(table.end[timeline.blocks[places]] - table.start[timeline.blocks[places]])
         places = places[: 1 + int(np.searchsorted(size, min(_WINDOW, self._ahead // 4)))]
-        if not await self._room(int(timeline.times[places[0]]), int(size[len(places) - 1]), around is not None):
+        if not await self._wait_for_room(
+            int(timeline.times[places[0]]), int(size[len(places) - 1]), around is not None
+        ):
             return int(places[0])
         blocks, firsts = np.unique(timeline.blocks[places], return_index=True)
         times = timeline.times[places[firsts]]
@@ -278,8 +256,8 @@ class Prefetcher:
             await self._begin(time, first, last, around)
         return int(places[-1]) + 1
 
-    async def _room(self, time: int, size: int, fits: bool) -> bool:
-        """Wait until so many bytes may be fetched; False if their readers have passed, or the schedule has changed."""
+    async def _wait_for_room(self, time: int, size: int, fits: bool) -> bool:
+        """Wait until so many bytes may be fetched; False if the readers are past them, or the schedule has changed."""
         while not self._changed.is_set():
             front = self._front()
             now = (front - self._began_at) // self._ranks
@@ -287,7 +265,7 @@ class Prefetcher:
                 self._waiting_bytes -= self._waiting.popleft()[1]
             if time < now:
                 return False
-            # After a block that did not fit or failed, nothing is tried before somebody has read something.
+            # After a block that did not fit, or that failed, nothing is fetched before somebody has read something.
             if front > self._failed_at and (
                 fits
                 or not self._waiting
@@ -300,29 +278,29 @@ class Prefetcher:
 
     async def _begin(self, time: int, first: int, last: int, around: NDArray[np.bool_] | None) -> None:
         """Begin to fetch what is still missing of a run."""
-        await self._fetcher.turn()
-        there = (self._present[first : last + 1] != 0) | self._of.busy[first : last + 1]
+        await self._fetcher.wait_for_turn()
+        there = (self._present[first : last + 1] != 0) | self._opened.busy[first : last + 1]
         missing = first + np.flatnonzero(~there)
-        for begin, end in self._of.table.runs(missing) if len(missing) else ():
+        for begin, end in self._opened.table.runs(missing) if len(missing) else ():
             if around is not None:
                 begin, end = self._widen(begin, end, around)
-            size = int(self._of.table.end[end] - self._of.table.start[begin])
+            size = int(self._opened.table.end[end] - self._opened.table.start[begin])
             self._waiting.append((time, size))
             self._waiting_bytes += size
             self._under_way_bytes += size
-            self._fetcher.begin(self._of, begin, end).add_done_callback(partial(self._ended, size))
+            self._fetcher.begin(self._opened, begin, end).add_done_callback(partial(self._ended, size))
 
     def _widen(self, first: int, last: int, needed: NDArray[np.bool_]) -> tuple[int, int]:
-        """Take in the neighbours of a run that are needed too."""
-        while self._joins(first, last + 1, last + 1, needed):
+        """Extend a run of blocks by the neighbours that are needed too."""
+        while self._can_join(first, last + 1, last + 1, needed):
             last += 1
-        while self._joins(first - 1, last, first - 1, needed):
+        while self._can_join(first - 1, last, first - 1, needed):
             first -= 1
         return first, last
 
-    def _joins(self, first: int, last: int, new: int, needed: NDArray[np.bool_]) -> bool:
-        table = self._of.table
-        if not 0 <= new < len(table) or self._present[new] or self._of.busy[new] or not needed[new]:
+    def _can_join(self, first: int, last: int, new: int, needed: NDArray[np.bool_]) -> bool:
+        table = self._opened.table
+        if not 0 <= new < len(table) or self._present[new] or self._opened.busy[new] or not needed[new]:
             return False
         other = new + 1 if new == first else new - 1
         return bool(

@@ -1,5 +1,5 @@
-"""How the clients and the server of a node's cache find and understand one another, and the blocks that they speak
-of: runs of whole records that are fetched, kept and evicted together.
+"""How the clients and the server of a node's cache find each other and talk, and the blocks that they talk about: runs
+of whole records that are fetched, kept and evicted together.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from azureml_strategy.data.shard_index import ShardIndex, ShardIndexError
 from azureml_strategy.data.storage import StorageError
 from azureml_strategy.files import OutsideError, private_folder
 
-# Bytes between two blocks that are read with them rather than saved: a request costs more. It covers what a tar has
-# between records: headers, padding, and a label's own file.
+# Two blocks with at most so many bytes between them are read by one request: to read these bytes too costs less than a
+# second request. It covers what a tar has between two records: headers, padding, and the file of a label.
 GAP = 8 << 10
 # The longest range that a request asks for. Azurite and Azure serve 4 MiB at several times the rate of 100 kB.
 RANGE = 4 << 20
 
-# A record of this many bytes or more is a block of its own. A block takes nine bytes of shared memory: one says whether
-# it is present, and eight when it was last used.
+# A record of this many bytes or more is a block of its own. A block takes nine bytes of shared memory: one tells
+# whether it is present, and eight tell when it was last used.
 BLOCK_BYTES = 64 << 10
 # sun_path of sockaddr_un has 108 bytes, unix(7).
 _LONGEST_SOCKET = 107
@@ -37,9 +37,9 @@ _LONGEST_SOCKET = 107
 LONGEST_HEADER = 16 << 20
 # A payload is the records of a request, 64 MiB and one more; or eight bytes for each sample of two passes.
 LONGEST_PAYLOAD = 8 << 30
-# Bytes that memory is taken for before they arrive; requests for records ask for so much at a time.
+# Memory is allocated for at most so many bytes before they arrive. Requests for records ask for so much at a time.
 _AT_ONCE = 64 << 20
-# A server that works on a request says so this often.
+# While it works on a request, the server says so this often.
 WORKING_SECONDS = 20.0
 # Connections that may wait for a server at once: the workers of all ranks begin together.
 QUEUE = 1024
@@ -52,14 +52,14 @@ class BlockTable:
     """Where the blocks of a set lie.
 
     Attributes:
-        of: int32 `(samples,)`, the block of each sample.
+        block_of: int32 `(samples,)`, the block of each sample.
         first: int64 `(blocks + 1,)`, the first sample of each block, and the number of samples.
         shard: int32 `(blocks,)`, the number of the shard that holds a block.
         start: int64 `(blocks,)`, where a block begins in its shard, bytes.
         end: int64 `(blocks,)`, where it ends.
     """
 
-    of: NDArray[np.int32]
+    block_of: NDArray[np.int32]
     first: NDArray[np.int64]
     shard: NDArray[np.int32]
     start: NDArray[np.int64]
@@ -73,13 +73,9 @@ class BlockTable:
         return range(int(self.first[block]), int(self.first[block + 1]))
 
     def runs(self, blocks: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-        """Join blocks that lie next to one another into ranges for one request each.
+        """Join neighbouring blocks into ranges, each for one request, and yield the first and last block of each.
 
-        Args:
-            blocks: in rising order, none twice.
-
-        Yields:
-            The first and the last block of a range; it holds no others than those given.
+        A range has no other blocks than those given, which are in rising order, none twice.
         """
         apart = (
             (np.diff(blocks) != 1)
@@ -96,11 +92,9 @@ class BlockTable:
 
 
 def make_blocks(index: ShardIndex, block_bytes: int) -> BlockTable:
-    """Cut a set into blocks: a run of records of a shard, closed as soon as it has `block_bytes`.
+    """Cut a set into blocks. A block is a run of records of one shard, and ends as soon as it has `block_bytes`.
 
-    Args:
-        index: of the set.
-        block_bytes: bytes, from the beginning of the first record to the end of the last.
+    These count from the beginning of its first record to the end of its last one.
 
     Raises:
         ShardIndexError: records overlap, or are not in the order of their places.
@@ -129,7 +123,7 @@ def make_blocks(index: ShardIndex, block_bytes: int) -> BlockTable:
 
 
 class NodeCacheError(StorageError):
-    """The node's cache server cannot be started, or does not answer. The message says what it told last."""
+    """The node's cache server cannot be started, or does not answer. The message has the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -195,12 +189,7 @@ def _private_folder() -> Path:
 
 
 def encode(header: dict[str, Any], payload: bytes | memoryview = b"") -> bytes:
-    """Return the first line of a message; the payload is sent after it.
-
-    Args:
-        header: can be written as JSON.
-        payload: its length is added to the header.
-    """
+    """Return the first line of a message, a header of JSON with the length of the payload, which is sent after it."""
     return json.dumps({**header, "bytes": memoryview(payload).nbytes}).encode() + b"\n"
 
 
@@ -244,7 +233,7 @@ def receive_from(file: IO[bytes]) -> Frame:
 
 
 def _header(line: bytes) -> tuple[dict[str, Any], int]:
-    """The header in a line, and the bytes that follow it."""
+    """Return the header in a line, and the number of bytes that follow it."""
     try:
         header = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -261,5 +250,5 @@ def numbers_of(payload: bytes | bytearray) -> NDArray[np.int64]:
 
 
 def map_counters(path: Path) -> NDArray[np.int64]:
-    """Map the counters of all clients: int64 `(SLOTS, 2)`, samples handed out of a pass, and samples read."""
+    """Map the counters of all clients, int64 `(SLOTS, 2)`: samples of the pass that were handed out, samples read."""
     return np.asarray(np.memmap(path, np.int64, "r+", shape=(SLOTS, 2)))

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +30,11 @@ from azureml_strategy.data.node_cache.protocol import (
 )
 from azureml_strategy.data.storage.credentials import Variables
 
-# The server ends so long after its last client has left, as that may come again; and if no client has come at all.
+# The server ends so long after its last client has left, which may come again, or so long after its start without one.
 _LINGER_SECONDS, _FIRST_SECONDS = 1.0, 60.0
-_LOOK_SECONDS = 0.25
-# In place of the size of a record: the client finds it in the cache now, or it cannot be read.
-THERE, FAILED = -1, -2
+_CHECK_SECONDS = 0.25
+# In place of the size of a record: it is in the cache now, or it cannot be read.
+CACHED, FAILED = -1, -2
 
 _Answer = tuple[dict[str, Any], list[bytes | memoryview]]
 
@@ -44,31 +45,26 @@ class _Client:
 
     Attributes:
         slot: of its counters.
-        owner: the training process that it belongs to. A worker's connection belongs to the process that started it.
-        own: whether it is the owner's own connection.
-        reader: the name of a rank's use of a set. The connections of its workers have the same.
-        of: the set that it reads.
+        owner: the training process that it belongs to: that of a worker is the process that started it.
+        own: whether it is the connection of the owner itself.
+        reader: the name of a rank's use of a set, which the connections of its workers share.
+        opened: the set that it reads.
     """
 
     slot: int
     owner: Member | None = None
     own: bool = False
     reader: str = ""
-    of: OpenSet | None = None
+    opened: OpenSet | None = None
 
     @property
     def lives(self) -> bool:
-        """Whether the training goes on: a worker may outlive it."""
+        """Whether the training still runs: a worker may outlive it."""
         return self.owner is not None and (self.own or (shares_process_table(self.owner) and not is_gone(self.owner)))
 
 
 class Server:
-    """Answers the clients.
-
-    Args:
-        settings: of the cache.
-        paths: where clients find it.
-    """
+    """Answers the clients."""
 
     def __init__(self, settings: CacheSettings, paths: ServerPaths) -> None:
         self._paths = paths
@@ -79,18 +75,13 @@ class Server:
         self._counters = map_counters(paths.slots)
         self._clients: set[_Client] = set()
         self._slots = set(range(SLOTS))
-        # Samples that processes have read that have ended, by rank and set.
-        self._read_before: dict[tuple[str, OpenSet], int] = {}
+        # Samples read by processes that have ended, by rank and set.
+        self._read_before: Counter[tuple[str, OpenSet]] = Counter()
         self._manager = CacheManager(settings, paths, self._counters, self._read)
         self._had_clients = False
 
     async def serve(self, listening: Any, started: Callable[[], None]) -> None:
-        """Serve until the last client has gone.
-
-        Args:
-            listening: the socket.
-            started: called when clients can connect.
-        """
+        """Serve until the last client has gone; call `started` when clients can connect."""
         server = await asyncio.start_unix_server(
             self._handle_client, sock=listening, limit=LONGEST_HEADER, backlog=QUEUE
         )
@@ -98,8 +89,8 @@ class Server:
         try:
             idle = 0.0
             while idle < (_LINGER_SECONDS if self._had_clients else _FIRST_SECONDS):
-                await asyncio.sleep(_LOOK_SECONDS)
-                idle = 0.0 if any(client.lives for client in list(self._clients)) else idle + _LOOK_SECONDS
+                await asyncio.sleep(_CHECK_SECONDS)
+                idle = 0.0 if any(client.lives for client in list(self._clients)) else idle + _CHECK_SECONDS
         finally:
             self._paths.socket.unlink(missing_ok=True)
             self._paths.slots.unlink(missing_ok=True)
@@ -122,16 +113,15 @@ class Server:
 
     def _leave(self, client: _Client) -> None:
         self._clients.discard(client)
-        if client.of is not None:
-            key = (client.reader, client.of)
-            self._read_before[key] = self._read_before.get(key, 0) + int(self._counters[client.slot, 1])
+        if client.opened is not None:
+            self._read_before[client.reader, client.opened] += int(self._counters[client.slot, 1])
             if client.own:
-                self._manager.forget(client.of, client.reader)
-            client.of.users -= 1
+                self._manager.forget(client.opened, client.reader)
+            client.opened.users -= 1
         self._slots.add(client.slot)
 
     async def _answer(self, client: _Client, frame: Frame, writer: asyncio.StreamWriter) -> None:
-        """Answer a request; until the answer is there, send now and then that it is being worked on."""
+        """Answer a request. Until the answer is ready, say now and then that it is being worked on."""
         work = asyncio.ensure_future(self._work(client, frame))
         while not (await asyncio.wait([work], timeout=WORKING_SECONDS))[0]:
             writer.write(encode({"working": True}))
@@ -161,53 +151,48 @@ class Server:
     async def _open(self, client: _Client, frame: Frame) -> _Answer:
         header = frame.header
         client.owner, client.own, client.reader = Member(**header["owner"]), header["own"], header["reader"]
-        of = await self._manager.open(header["address"], Variables(header.pop("environ")), header["known"])
+        opened = await self._manager.open(header["address"], Variables(header.pop("environ")), header["known"])
         if client in self._clients:  # a client that was killed meanwhile would count as a user for ever
-            client.of = of
-            of.users += 1
-        cached = str(of.cached.folder) if of.cached else None
-        facts = {"digest": of.digest, "index": of.index_file, "cached": cached, "slot": client.slot}
+            client.opened = opened
+            opened.users += 1
+        cached = str(opened.cached.folder) if opened.cached else None
+        facts = {"digest": opened.digest, "index": opened.index_file, "cached": cached, "slot": client.slot}
         return {**facts, **self._manager.facts()}, []
 
     async def _read_records(self, client: _Client, frame: Frame) -> _Answer:
-        assert client.of is not None
+        assert client.opened is not None
         numbers = numbers_of(frame.payload).tolist()
-        found = await self._manager.records(client.of, numbers, set(numbers[len(numbers) - frame.header["damaged"] :]))
-        sizes = [THERE if each is None else FAILED if isinstance(each, Exception) else len(each) for each in found]
+        found = await self._manager.records(
+            client.opened, numbers, set(numbers[len(numbers) - frame.header["damaged"] :])
+        )
+        sizes = [CACHED if each is None else FAILED if isinstance(each, Exception) else len(each) for each in found]
         errors = {place: str(each) for place, each in enumerate(found) if isinstance(each, Exception)}
         parts = [each for each in found if each is not None and not isinstance(each, Exception)]
         return {"sizes": sizes, "errors": errors}, parts
 
     async def _expect(self, client: _Client, frame: Frame) -> _Answer:
-        assert client.of is not None
+        assert client.opened is not None
         numbers = numbers_of(frame.payload)
         length = frame.header["length"]
         self._counters[client.slot, 0] = 0
-        read = self._read(client.of).get(client.reader, 0)
-        self._manager.expect(client.of, client.reader, numbers[:length], numbers[length:], client.slot, read)
+        read = self._read(client.opened).get(client.reader, 0)
+        self._manager.expect(client.opened, client.reader, numbers[:length], numbers[length:], client.slot, read)
         return {}, []
 
     async def _statistics(self, client: _Client, frame: Frame) -> _Answer:
         return {"statistics": self._manager.statistics()}, []
 
-    def _read(self, of: OpenSet) -> dict[str, int]:
+    def _read(self, opened: OpenSet) -> dict[str, int]:
         """Return how many samples of a set the processes of each rank have read."""
-        read = {rank: count for (rank, each), count in self._read_before.items() if each is of}
+        read = Counter({rank: count for (rank, each), count in self._read_before.items() if each is opened})
         for client in self._clients:
-            if client.of is of:
-                read[client.reader] = read.get(client.reader, 0) + int(self._counters[client.slot, 1])
+            if client.opened is opened:
+                read[client.reader] += int(self._counters[client.slot, 1])
         return read
 
 
 def serve(settings: CacheSettings, paths: ServerPaths, listening: Any, started: Callable[[], None]) -> None:
-    """Run a server until its last client has gone. Then the process ends at once: threads may wait for a dead mount.
-
-    Args:
-        settings: of the cache.
-        paths: where clients find it.
-        listening: the socket.
-        started: called when clients can connect.
-    """
+    """Run a server until its last client has gone. Then the process ends at once: threads may wait for a dead mount."""
 
     async def run() -> None:
         await Server(settings, paths).serve(listening, started)

@@ -27,23 +27,16 @@ QUICK = 1000
 
 @dataclass
 class SetCheck:
-    """What is wrong with a packed set.
-
-    Attributes:
-        index: of the set.
-        indexed: whether it has an index of its own; else it was made by reading all of it.
-        damaged: what is wrong, each with the name of its shard and record.
-        records: how many records were read.
-    """
+    """What is wrong with a packed set."""
 
     index: ShardIndex
-    indexed: bool
-    damaged: list[str] = field(default_factory=list)
-    records: int = 0
+    indexed: bool  # whether the set has an index of its own; else it was made by reading all of it
+    damaged: list[str] = field(default_factory=list)  # what is wrong, each with the name of its shard and record
+    records: int = 0  # how many were read
 
 
 async def open_set(storage: Storage) -> tuple[ShardIndex, bool]:
-    """Return the index of a set, and whether it has one; else it is made of its tars.
+    """Return the index of a set, and whether it has one of its own; else the index is made of its tars.
 
     Raises:
         ShardIndexError: it is damaged, or there is neither an index nor shards.
@@ -57,12 +50,9 @@ async def open_set(storage: Storage) -> tuple[ShardIndex, bool]:
 
 
 async def check_set(storage: Storage, quick: bool, advance: Callable[[int, int], None]) -> SetCheck:
-    """Check a set.
+    """Check a set; if `quick`, only a thousand records, spread over the set.
 
-    Args:
-        storage: where it lies.
-        quick: read only a thousand records, spread over the set, instead of all of them.
-        advance: called with the number of records read since the last call, and that of all records to read.
+    `advance` is called with the number of records read since the last call, and that of all records to read.
 
     Raises:
         ShardIndexError: as of `open_set`.
@@ -85,7 +75,7 @@ async def check_set(storage: Storage, quick: bool, advance: Callable[[int, int],
 
 
 def _check_sizes(check: SetCheck, found: dict[str, int]) -> NDArray[np.bool_]:
-    """Compare the sizes of the shards, and return which are there."""
+    """Compare the sizes of the shards with the index, and return which shards can be read."""
     usable = np.ones(len(check.index.shards), np.bool_)
     for number, (name, size) in enumerate(zip(check.index.shards, check.index.sizes.tolist(), strict=True)):
         if name not in found:
@@ -98,7 +88,7 @@ def _check_sizes(check: SetCheck, found: dict[str, int]) -> NDArray[np.bool_]:
 
 
 def _ranges(index: ShardIndex, numbers: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Cut samples into runs that lie near one another in one shard."""
+    """Cut samples into runs that lie close together in one shard."""
     if not len(numbers):
         return
     shard, offset = index.shard[numbers].astype(np.int64), index.offset[numbers]
@@ -110,7 +100,7 @@ def _ranges(index: ShardIndex, numbers: NDArray[np.int64]) -> Iterator[NDArray[n
 async def _check_records(
     storage: Storage, index: ShardIndex, ranges: Iterator[NDArray[np.int64]]
 ) -> AsyncIterator[tuple[dict[int, str], int]]:
-    """Check ranges of records, several at once, in any order."""
+    """Yield for each range, in any order, what is wrong with its records, and how many they are."""
     running: set[asyncio.Task[tuple[dict[int, str], int]]] = set()
     try:
         while True:
@@ -138,7 +128,7 @@ async def _check_range(storage: Storage, index: ShardIndex, numbers: NDArray[np.
 
 
 def _damaged(index: ShardIndex, numbers: NDArray[np.int64], content: memoryview, start: int) -> dict[int, str]:
-    """What is wrong with records, by their numbers."""
+    """Return what is wrong with records, by their numbers."""
     found = {}
     for number in numbers.tolist():
         place = int(index.offset[number]) - start

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from azureml_strategy.data.folders import written_once
 from azureml_strategy.data.packing.shards import PackError, Record, Records, UnreadableError
 from azureml_strategy.data.pillow_images import is_damage, open_image, to_rgb
 from azureml_strategy.files import read_range
@@ -45,13 +46,7 @@ class ImageForm:
     raw: bool = False
 
     def encode(self, content: bytes) -> tuple[str, bytes]:
-        """Make the record of an image file.
-
-        Args:
-            content: the file.
-
-        Returns:
-            Its suffix, and the bytes.
+        """Return the suffix and the content of an image file's record.
 
         Raises:
             UnreadableError: it cannot be decoded.
@@ -83,7 +78,7 @@ class ImageForm:
 
 
 def _check(image: Image.Image) -> None:
-    """Decode an image at the smallest size that its format offers: that reads all of it, and costs the least."""
+    """Decode an image at the smallest size that its format offers: this reads all of it, and costs the least."""
     image.draft(None, (1, 1))
     image.load()
 
@@ -94,11 +89,11 @@ def _shrink(image: Image.Image, shorter: int) -> Image.Image:
     width, height = image.size
     scale = min(1.0, shorter / min(width, height))
     size = max(1, round(width * scale)), max(1, round(height * scale))
-    # A JPEG may be decoded at half of its size or less, but of at least twice the size wanted: so no pixel that
-    # Lanczos weighs is coarser than the ones that it makes (Pillow's `reducing_gap=2`).
+    # A JPEG may be decoded at a fraction of its size, but at no less than twice the size wanted, so that Lanczos sees
+    # no pixels that are coarser than those it makes (Pillow's `reducing_gap=2`).
     image.draft(None, (2 * size[0], 2 * size[1]))
     pixels = to_rgb(image)
-    # Lanczos keeps detail that a box blurs, and that a crop at training would need; it costs less than decoding.
+    # Lanczos keeps details that a box filter blurs and that a training crop needs. It costs less than the decoding.
     return pixels if pixels.size == size else pixels.resize(size, Image.Resampling.LANCZOS)
 
 
@@ -106,7 +101,7 @@ def _shrink(image: Image.Image, shorter: int) -> Image.Image:
 class Samples:
     """Where the images of a source lie. An image is a part of a file, or all of it.
 
-    Arrays, as a list of a million objects would be copied into every process; a worker maps them.
+    These are arrays, which a worker maps from files: a list of a million objects would be copied into every process.
 
     Attributes:
         root: the folder of the files.
@@ -134,12 +129,12 @@ class Samples:
 
     def save(self, folder: Path) -> None:
         """Write the arrays into a folder that does not exist yet, all or nothing."""
-        scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
-        scratch.mkdir(parents=True)
-        for name in _ARRAYS:
-            np.save(scratch / f"{name}.npy", getattr(self, name))
-        (scratch / _CLASSES).write_text(json.dumps(self.classes))
-        scratch.replace(folder)
+        with written_once(folder, f".{folder.name}.") as scratch:
+            assert scratch is not None, "the caller has seen that there is no such folder"
+            scratch.mkdir()
+            for name in _ARRAYS:
+                np.save(scratch / f"{name}.npy", getattr(self, name))
+            (scratch / _CLASSES).write_text(json.dumps(self.classes))
 
     def read(self, number: int) -> bytes:
         """Return an image as it lies in the source."""
@@ -155,27 +150,19 @@ class Samples:
         return content[:length]
 
     def title(self, number: int) -> str:
-        """Say which sample this is: `cat/1.jpg`, or `train-00000.parquet, row 17`."""
+        """Return a name for messages: `cat/1.jpg`, or `train-00000.parquet, row 17`."""
         title = os.fsdecode(self.titles[self.file[number]])
         return f"{title}, {self.unit} {self.place[number]}" if self.unit else title
 
 
 @dataclass(frozen=True)
 class ImageRecords(Records):
-    """The images of a source, in the form in which they are packed.
-
-    Attributes:
-        root: the folder of the source's files.
-        classes: names of the classes.
-        unit: as that of `Samples`.
-        folder: where `Samples.save` has written its arrays.
-        form: what becomes of each image.
-    """
+    """The images of a source, in the form in which they are packed; `root`, `classes` and `unit` as in `Samples`."""
 
     root: str
     classes: tuple[str, ...]
     unit: str
-    folder: Path
+    folder: Path  # where `Samples.save` has written its arrays
     form: ImageForm
     noun = "images"
     shuffled = True
@@ -231,16 +218,16 @@ class ImageRecords(Records):
         return {"resize": self.form.resize} | ({} if self.form.raw else {"quality": self.form.quality})
 
 
-def read_classes(folder: Path) -> tuple[str, ...]:
-    """Return the classes that `Samples.save` has written into a folder."""
-    return tuple(json.loads((folder / _CLASSES).read_text()))
+def image_records(work: Path, root: str, unit: str, form: ImageForm, find: Callable[[], Samples]) -> ImageRecords:
+    """Return the records of the samples that `find` returns. It is called only if no earlier run has written them."""
+    folder = work / "samples"
+    if not folder.is_dir():
+        find().save(folder)
+    return ImageRecords(root, tuple(json.loads((folder / _CLASSES).read_text())), unit, folder, form)
 
 
 def refuse_full_size(examples: Iterable[bytes]) -> None:
-    """Say what pixels in full size would take.
-
-    Args:
-        examples: some of the images.
+    """Refuse to pack pixels in full size, and say by some of the images how much they would take.
 
     Raises:
         PackError: always.

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,8 @@ class Packing:
     Attributes:
         parts: the source, by the names of the folders in the packed set; `` is the folder of the set itself.
         out: the folder of the packed set.
-        options: what decides on the content of the shards, as the user typed it: `{"--resize": 256}`. A packing goes on
-            only with the same.
+        options: what decides on the content of the shards, as the user typed it: `{"--resize": 256}`. A packing that
+            was interrupted goes on only with the same options.
         shard_size: bytes of a shard, about.
         seed: of the order of the samples, where they are shuffled.
         workers: processes.
@@ -75,15 +75,6 @@ class Packing:
         return hashlib.sha256(json.dumps(self.plan(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class _Shards:
-    """The shards of a part."""
-
-    part: str
-    records: Records
-    tasks: list[ShardTask]
-
-
 def pack(packing: Packing) -> dict[str, ShardIndex]:
     """Pack a data set.
 
@@ -108,9 +99,11 @@ def pack(packing: Packing) -> dict[str, ShardIndex]:
                 _prepare(packing, name, folder)
             found = {name: part.records(folders[name], packing.workers) for name, part in packing.parts.items()}
             records = _agree_on_classes(found)
-            shards = [_deal(name, each, packing, folders[name]) for name, each in records.items()]
-            unreadable = _write_shards(packing, shards)
-            indexes = {each.part: _write_index(packing, each, unreadable) for each in shards}
+            tasks = {name: _deal(name, each, packing, folders[name]) for name, each in records.items()}
+            unreadable = _write_shards(packing, records, tasks)
+            indexes = {
+                name: _write_index(packing, name, records[name], tasks[name], unreadable[name]) for name in tasks
+            }
             shutil.rmtree(work)
         return indexes
 
@@ -132,7 +125,7 @@ def _finished(packing: Packing) -> dict[str, ShardIndex]:
 
 
 def _begin(packing: Packing) -> Path:
-    """Make the folder, or check that what it holds was begun by the same packing."""
+    """Return the work folder: make it, or check that the same packing has begun it."""
     work = packing.out / WORK_NAME
     plan = work / "plan.json"
     if plan.is_file():
@@ -226,7 +219,7 @@ def _agree_on_classes(records: dict[str, Records]) -> dict[str, Records]:
     }
 
 
-def _deal(part: str, records: Records, packing: Packing, work: Path) -> _Shards:
+def _deal(part: str, records: Records, packing: Packing, work: Path) -> list[ShardTask]:
     """Deal the samples to shards: runs of equal length of one order, which is shuffled for images."""
     order = work / "order.npy"
     count = work / "shards.json"
@@ -241,28 +234,28 @@ def _deal(part: str, records: Records, packing: Packing, work: Path) -> _Shards:
     shards, samples = int(json.loads(count.read_text())), len(records)
     ends = [samples * number // shards for number in range(shards + 1)]
     targets = [packing.out / part / f"{part or 'shard'}-{number:06}.tar" for number in range(shards)]
-    tasks = [
+    return [
         ShardTask(records, order, start, stop, target, work)
         for target, (start, stop) in zip(targets, pairwise(ends), strict=True)
     ]
-    return _Shards(part, records, tasks)
 
 
-def _write_shards(packing: Packing, shards: Sequence[_Shards]) -> dict[str, list[str]]:
+def _write_shards(
+    packing: Packing, records: Mapping[str, Records], tasks: Mapping[str, list[ShardTask]]
+) -> dict[str, list[str]]:
     """Write the shards that are not done yet, and return what could not be read, by part."""
-    unreadable: dict[str, list[str]] = {each.part: [] for each in shards}
-    parts = {task.target: each.part for each in shards for task in each.tasks}
-    noun, total = shards[0].records.noun, sum(len(each.records) for each in shards)
-    tasks, done = [], 0
-    for task in (task for each in shards for task in each.tasks):
+    unreadable: dict[str, list[str]] = {part: [] for part in tasks}
+    parts = {task.target: part for part, own in tasks.items() for task in own}
+    noun, total = next(iter(records.values())).noun, sum(map(len, records.values()))
+    left, done = [], 0
+    for task in chain(*tasks.values()):
         if task.is_done():
             done += task.stop - task.start
             unreadable[parts[task.target]] += task.read().unreadable
         else:
-            tasks.append(task)
+            left.append(task)
     _check_unreadable(packing, unreadable, noun, total)
-    for task in run_tasks(tasks, packing.workers, Meter(f"Packing {noun}", total, done)):
-        assert isinstance(task, ShardTask)
+    for task in run_tasks(left, packing.workers, Meter(f"Packing {noun}", total, done)):
         unreadable[parts[task.target]] += task.read().unreadable
         _check_unreadable(packing, unreadable, noun, total)
     return {part: sorted(names) for part, names in unreadable.items()}
@@ -279,14 +272,15 @@ def _check_unreadable(packing: Packing, unreadable: Mapping[str, list[str]], nou
         )
 
 
-def _write_index(packing: Packing, shards: _Shards, unreadable: Mapping[str, list[str]]) -> ShardIndex:
-    left_out = unreadable[shards.part]
-    facts = shards.records.facts() | {"packing": packing.digest()} | ({"unreadable": left_out} if left_out else {})
-    packed = [task.read() for task in shards.tasks]
+def _write_index(
+    packing: Packing, part: str, records: Records, tasks: Sequence[ShardTask], unreadable: list[str]
+) -> ShardIndex:
+    facts = records.facts() | {"packing": packing.digest()} | ({"unreadable": unreadable} if unreadable else {})
+    packed = [task.read() for task in tasks]
     if not any(len(each.offset) for each in packed):
-        raise PackError(f"None of the {shards.records.noun} of {shards.part or 'the source'} can be read.")
-    index = join_shards(packed, shards.records, facts)
-    folder = packing.out / shards.part
+        raise PackError(f"None of the {records.noun} of {part or 'the source'} can be read.")
+    index = join_shards(packed, records, facts)
+    folder = packing.out / part
     if index.classes:
         with atomic_write(folder / CLASSES_NAME) as file:
             file.write("".join(f"{name}\n" for name in index.classes).encode())

@@ -29,7 +29,7 @@ class Part(ABC):
     count: int = 0
 
     def tasks(self, work: Path) -> Sequence[Task]:
-        """Return what has to be done, in any order, before there are records."""
+        """Return what has to be done before `records`, in any order."""
         return ()
 
     @abstractmethod
@@ -38,12 +38,7 @@ class Part(ABC):
 
     @abstractmethod
     def records(self, work: Path, workers: int) -> Records:
-        """Return the samples.
-
-        Args:
-            work: folder for what they need while they are packed.
-            workers: processes that may be used.
-        """
+        """Return the samples. `work` is a folder for what they need while they are packed."""
 
 
 def split_folders(source: Path) -> dict[str, Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import tarfile
@@ -22,7 +23,7 @@ from azureml_strategy.files import read_range
 # What two header blocks and their padding add to a sample on average: 512 for each header, 256 of padding for the
 # record, and 512 for the label with its padding.
 SAMPLE_OVERHEAD = 512 + 256 + 1024
-_BLOCK = 512
+_COPIED = 1 << 20  # bytes of a record that are written at once
 _ARRAYS = {"offset": np.int64, "length": np.uint32, "label": np.int32, "checksum": np.uint32}
 
 
@@ -35,17 +36,11 @@ class UnreadableError(ValueError):
 
 
 class Record(NamedTuple):
-    """What a shard holds of a sample.
+    """What a shard holds of a sample."""
 
-    Attributes:
-        suffix: of its name, without a dot: `jpg`, `npy`.
-        content: the bytes.
-        label: number of its class; None for none.
-    """
-
-    suffix: str
+    suffix: str  # of its file's name, without a dot: `jpg`, `npy`
     content: bytes
-    label: int | None
+    label: int | None  # the number of its class; None for none
 
 
 class Records(ABC):
@@ -89,57 +84,16 @@ class Records(ABC):
         """Return what the index records of them, JSON only."""
 
 
-class TarWriter:
-    """Writes files into a tar in the USTAR format, which every reader knows, and says where each one begins.
-
-    Args:
-        file: the tar, opened for writing.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._position = 0
-
-    def add(self, name: str, content: bytes) -> int:
-        """Add a file, without an owner or a time, so that the same content is the same tar.
-
-        Returns:
-            Where its content begins, bytes.
-        """
-        member = tarfile.TarInfo(name)
-        member.size = len(content)
-        member.mode = 0o644
-        start = self._position + _BLOCK
-        self._file.write(member.tobuf(tarfile.USTAR_FORMAT))
-        self._file.write(content)
-        self._file.write(bytes(-len(content) % _BLOCK))
-        self._position = start + len(content) + -len(content) % _BLOCK
-        return start
-
-    def end(self) -> None:
-        """Write the mark of the end: two empty blocks, up to a whole number of tar's 20 blocks."""
-        self._file.write(bytes(2 * _BLOCK + -(self._position + 2 * _BLOCK) % tarfile.RECORDSIZE))
-
-
 @dataclass(frozen=True)
 class ShardTask:
-    """One shard to write.
-
-    Attributes:
-        records: the samples of the set.
-        order: file of the samples' numbers, in the order in which they are packed.
-        start: place in that order of the shard's first sample.
-        stop: place after its last one.
-        target: the tar.
-        work: folder for the tar while it is written, and for what the index needs of it.
-    """
+    """One shard to write: the samples from `start` to before `stop` in the order in which they are packed."""
 
     records: Records
-    order: Path
+    order: Path  # file of the samples' numbers
     start: int
     stop: int
-    target: Path
-    work: Path
+    target: Path  # the tar
+    work: Path  # folder for the tar while it is written, and for what the index needs of it
 
     @property
     def _kept(self) -> Path:
@@ -164,7 +118,7 @@ class ShardTask:
             PackError: it does not read back as it was written.
             OSError: the source cannot be read, or the shard not be written.
         """
-        # With the process's number: one that was killed may still be ending.
+        # With the number of this process: one that was killed may still be ending.
         scratch = self.work / f"{self.target.name}.{os.getpid()}"
         try:
             with scratch.open("wb+") as file:
@@ -183,37 +137,41 @@ class ShardTask:
     def _write(self, file: BinaryIO, advance: Callable[[], None]) -> PackedShard:
         rows: list[tuple[int, int, int, int]] = []
         unreadable: list[str] = []
-        tar = TarWriter(file)
-        for number in np.load(self.order, mmap_mode="r")[self.start : self.stop].tolist():
-            try:
-                suffix, content, label = self.records.record(number)
-            except UnreadableError as error:
-                unreadable.append(f"{self.records.name(number)} ({error})")
-            else:
-                offset = tar.add(f"{number:08}.{suffix}", content)
-                if label is not None:
-                    tar.add(f"{number:08}.cls", str(label).encode())
-                rows.append((offset, len(content), label or 0, crc32(content)))
-            advance()
-        tar.end()
+        # USTAR: every reader knows it, and a header is one block.
+        with tarfile.TarFile(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT, copybufsize=_COPIED) as tar:
+            for number in np.load(self.order, mmap_mode="r")[self.start : self.stop].tolist():
+                try:
+                    suffix, content, label = self.records.record(number)
+                except UnreadableError as error:
+                    unreadable.append(f"{self.records.name(number)} ({error})")
+                else:
+                    offset = _add(tar, f"{number:08}.{suffix}", content)
+                    if label is not None:
+                        _add(tar, f"{number:08}.cls", str(label).encode())
+                    rows.append((offset, len(content), label or 0, crc32(content)))
+                advance()
         columns = np.array(rows, np.int64).reshape(-1, len(_ARRAYS)).T
         arrays = (column.astype(kind) for column, kind in zip(columns, _ARRAYS.values(), strict=True))
         return PackedShard(self.target.name, file.tell(), unreadable, *arrays)
 
 
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> int:
+    """Add a file, and return where its content begins. Without an owner or a time, equal contents make equal tars."""
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    start = tar.offset + tarfile.BLOCKSIZE
+    tar.addfile(member, io.BytesIO(content))
+    tar.members = []  # type: ignore[attr-defined]  # they would all stay in memory
+    return start
+
+
 @dataclass(frozen=True, eq=False)
 class PackedShard:
-    """What the index needs of a shard; the arrays are as those of `ShardIndex`.
-
-    Attributes:
-        name: of the tar.
-        size: bytes of the tar.
-        unreadable: samples that were left out, each with the reason.
-    """
+    """What the index needs of a shard; the arrays are as those of `ShardIndex`."""
 
     name: str
-    size: int
-    unreadable: list[str]
+    size: int  # bytes of the tar
+    unreadable: list[str]  # samples that were left out, each with the reason
     offset: NDArray[np.int64]
     length: NDArray[np.uint32]
     label: NDArray[np.int32]

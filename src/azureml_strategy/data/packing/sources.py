@@ -14,7 +14,7 @@ import numpy as np
 from typing_extensions import override
 
 from azureml_strategy.data.folders import scan_class_folders
-from azureml_strategy.data.packing.images import ImageForm, ImageRecords, Samples, read_classes, refuse_full_size
+from azureml_strategy.data.packing.images import ImageForm, Samples, image_records, refuse_full_size
 from azureml_strategy.data.packing.parts import Part, by_split, file_digest, split_folders
 from azureml_strategy.data.packing.shards import PackError, Records
 from azureml_strategy.data.packing.tables import find_tables
@@ -31,23 +31,13 @@ _EXAMPLES = 100
 
 @dataclass
 class ImagePart(Part):
-    """Images that lie in files already, and need not be unpacked.
-
-    Attributes:
-        root: the folder of the files.
-        classes: names of the classes.
-        digest: see `Part`.
-        find: returns where they lie, by so many processes; it may have to read all of them.
-        first: returns some of the images, quickly.
-        form: what becomes of each.
-        unit: as that of `Samples`.
-    """
+    """Images that lie in files already, and need not be unpacked; `root`, `classes` and `unit` as in `Samples`."""
 
     root: str
     classes: tuple[str, ...]
     digest: str
-    find: Callable[[int], Samples]
-    first: Callable[[], Iterator[bytes]]
+    find: Callable[[int], Samples]  # by so many processes: it may have to read all files
+    first: Callable[[], Iterator[bytes]]  # returns some of the images, quickly
     form: ImageForm
     unit: str = ""
 
@@ -57,10 +47,7 @@ class ImagePart(Part):
 
     @override
     def records(self, work: Path, workers: int) -> Records:
-        folder = work / "samples"
-        if not folder.is_dir():
-            self.find(workers).save(folder)
-        return ImageRecords(self.root, read_classes(folder), self.unit, folder, self.form)
+        return image_records(work, self.root, self.unit, self.form, lambda: self.find(workers))
 
 
 def find_images(source: Path, form: ImageForm) -> dict[str, Part]:

@@ -14,7 +14,7 @@ import numpy as np
 from typing_extensions import override
 
 from azureml_strategy.data.folders import EXTENSIONS
-from azureml_strategy.data.packing.images import ImageForm, ImageRecords, Samples, read_classes
+from azureml_strategy.data.packing.images import ImageForm, Samples, image_records
 from azureml_strategy.data.packing.parts import Part, by_split, file_digest
 from azureml_strategy.data.packing.shards import PackError, Records, atomic_write
 from azureml_strategy.data.packing.workers import Task
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 _SUFFIXES = (".parquet", ".arrow")
-# Files of the library's own beside the tables: descriptions, and what `map` and `filter` keep.
+# Files that the library writes beside the tables: descriptions, and what `map` and `filter` keep.
 _OF_LIBRARY = ("state.json", "dataset_info", "dataset_dict.json", "cache-", "tmp")
 _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "labels", "fine_label")
@@ -36,7 +36,7 @@ _ROWS = 64
 
 
 class Columns(NamedTuple):
-    """The columns of a table that are packed, and the names of the classes; none if the labels are only numbers."""
+    """The columns of a table that are packed, and the names of the classes; empty if the labels are only numbers."""
 
     image: str
     label: str
@@ -45,16 +45,10 @@ class Columns(NamedTuple):
 
 @dataclass
 class TablePart(Part):
-    """The tables of a split.
+    """The tables of a split."""
 
-    Attributes:
-        source: the folder of the data set.
-        names: paths of its files below the source, in their order.
-        form: what becomes of each image.
-    """
-
-    source: Path
-    names: list[str]
+    source: Path  # the folder of the data set
+    names: list[str]  # paths of the files below it, in their order
     form: ImageForm
 
     @cached_property
@@ -100,10 +94,8 @@ class TablePart(Part):
 
     @override
     def records(self, work: Path, workers: int) -> Records:
-        folder = work / "samples"
-        if not folder.is_dir():
-            self._samples(work / "unpacked").save(folder)
-        return ImageRecords(str(work / "unpacked"), read_classes(folder), "row", folder, self.form)
+        unpacked = work / "unpacked"
+        return image_records(work, str(unpacked), "row", self.form, lambda: self._samples(unpacked))
 
     def _samples(self, unpacked: Path) -> Samples:
         files = [f"{number:06}" for number in range(len(self.names))]
@@ -134,12 +126,9 @@ class TablePart(Part):
 
 @dataclass(frozen=True)
 class UnpackTask:
-    """Writes the images of one file of a data set one after the other into one file.
+    """Writes the images of one table one after the other into one file.
 
-    Attributes:
-        table: the Parquet or Arrow file.
-        columns: which of its columns.
-        target: the file to write. The lengths and labels of its images are written beside it, as `.npz`, last.
+    The lengths and labels of the images are written beside it, as `.npz`, last.
     """
 
     table: Path
@@ -183,7 +172,7 @@ class UnpackTask:
 
 
 def _content(image: Any) -> bytes | None:
-    """The image file in a cell: of an image column, or of one of plain bytes."""
+    """Return the image file in a cell of an image column, or of a column of plain bytes."""
     return image.get("bytes") if isinstance(image, Mapping) else image
 
 

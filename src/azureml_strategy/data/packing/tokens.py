@@ -31,12 +31,7 @@ _GROUP_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """How text becomes tokens, as the user chose. Each process makes the tokenizer itself.
-
-    Attributes:
-        name: a file, folder or hub id; None for bytes.
-        end_of_text: the token that follows each document.
-    """
+    """How text becomes tokens, by the arguments of `make_tokenizer`. Each process makes the tokenizer itself."""
 
     name: str | None
     end_of_text: str | None
@@ -48,18 +43,11 @@ class TokenizerChoice:
 
 @dataclass
 class TokenPart(Part):
-    """The documents for training, or for validation.
-
-    Attributes:
-        documents: their paths, in order.
-        choice: how they become tokens.
-        facts: what the index records of the tokenizer and the split.
-        digest: see `Part`.
-    """
+    """The documents for training, or for validation."""
 
     documents: Sequence[Path]
     choice: TokenizerChoice
-    facts: dict[str, Any]
+    facts: dict[str, Any]  # what the index records of the tokenizer and the split
     digest: str
 
     @property
@@ -90,17 +78,11 @@ class TokenPart(Part):
 
 @dataclass(frozen=True)
 class EncodeTask:
-    """Documents that lie one after the other, to be written as tokens.
-
-    Attributes:
-        documents: their paths.
-        choice: how they become tokens.
-        target: the file of their tokens.
-    """
+    """Documents that follow one another, to be written as tokens."""
 
     documents: tuple[Path, ...]
     choice: TokenizerChoice
-    target: Path
+    target: Path  # the file of their tokens
 
     def is_done(self) -> bool:
         """Whether an earlier run has written them."""
@@ -121,15 +103,10 @@ class EncodeTask:
 
 @dataclass(frozen=True)
 class TokenRecords(Records):
-    """Runs of tokens.
+    """Runs of tokens."""
 
-    Attributes:
-        folder: of the files that `EncodeTask` has written.
-        described: JSON of what the index records of the tokenizer.
-    """
-
-    folder: Path
-    described: str
+    folder: Path  # of the files that `EncodeTask` has written
+    described: str  # JSON of what the index records of the tokenizer and the split
     kind = "tokens"
     noun = "runs of tokens"
     shuffled = False
@@ -144,7 +121,7 @@ class TokenRecords(Records):
 
     @cached_property
     def _files(self) -> tuple[list[Path], list[int]]:
-        """The files of tokens, and the number of each one's first token, with the number of all tokens at the end."""
+        """The files of tokens, and the number of the first token of each, with the number of all tokens at the end."""
         paths = sorted(self.folder.glob("*.bin"))
         counts = (path.stat().st_size // self._dtype.itemsize for path in paths)
         return paths, list(accumulate(counts, initial=0))

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from azureml_strategy.data.packing.shards import PackError
@@ -26,7 +25,7 @@ _ending: Any = None
 
 
 class Task(Protocol):
-    """A piece of work of a packing process: all or nothing, and not done twice."""
+    """A piece of work of a packing process. It is done as a whole or not at all, and not twice."""
 
     def is_done(self) -> bool:
         """Whether an earlier run has done it."""
@@ -38,8 +37,8 @@ class Task(Protocol):
 AnyTask = TypeVar("AnyTask", bound=Task)
 
 
-class Stopped(Exception):  # noqa: N818 - not an error: the packing was given up elsewhere
-    """The packing ends. This task is run again by the next packing."""
+class Stopped(Exception):  # noqa: N818 - not an error of this task
+    """The packing was given up. The next packing runs this task again."""
 
 
 class Meter:
@@ -84,12 +83,9 @@ class Meter:
 
 
 def run_tasks(tasks: Sequence[AnyTask], workers: int, meter: Meter) -> Iterator[AnyTask]:
-    """Run tasks, and yield each one when it is done. If the caller stops early, all that still run are given up.
+    """Run tasks in so many processes, with 1 in this one, and yield each task when it is done.
 
-    Args:
-        tasks: in the order in which they begin.
-        workers: number of processes; with 1, the tasks run in this process.
-        meter: shows the progress.
+    If the caller stops early, all that still run are given up.
 
     Raises:
         PackError: a process was killed, or as of the tasks.
@@ -123,31 +119,24 @@ def _run_in_processes(tasks: Sequence[AnyTask], workers: int, meter: Meter) -> I
     # Not forked: pyarrow and others have threads, which a forked process would lack.
     context = multiprocessing.get_context("spawn")
     counter, ending = context.Value("q", 0), context.Event()
-    with ProcessPoolExecutor(workers, context, _start_worker, (counter, ending)) as pool, _stopping(pool, ending):
-        running: dict[Future[None], AnyTask] = {pool.submit(_run_in_worker, task): task for task in tasks}
-        while running:
-            done, _ = wait(running, timeout=_UPDATE_S, return_when=FIRST_COMPLETED)
-            meter.show(counter.value)
-            for future in done:
-                task = running.pop(future)
-                try:
+    with ProcessPoolExecutor(workers, context, _start_worker, (counter, ending)) as pool:
+        try:
+            running: dict[Future[None], AnyTask] = {pool.submit(_run_in_worker, task): task for task in tasks}
+            while running:
+                done, _ = wait(running, timeout=_UPDATE_S, return_when=FIRST_COMPLETED)
+                meter.show(counter.value)
+                for future in done:
+                    task = running.pop(future)
                     future.result()
-                except BrokenProcessPool as error:
-                    raise PackError(
-                        "A packing process was killed, most likely because memory ran out. Run the same command again "
-                        f"with fewer processes: --workers {max(1, workers // 2)}. It goes on where it was."
-                    ) from error
-                yield task
-
-
-@contextmanager
-def _stopping(pool: ProcessPoolExecutor, ending: Any) -> Iterator[None]:
-    """Stop the workers at the end of the context, also if the caller stops early."""
-    try:
-        yield
-    finally:
-        ending.set()
-        pool.shutdown(wait=True, cancel_futures=True)
+                    yield task
+        except BrokenProcessPool as error:
+            raise PackError(
+                "A packing process was killed, most likely because memory ran out. Run the same command again "
+                f"with fewer processes: --workers {max(1, workers // 2)}. It goes on where it was."
+            ) from error
+        finally:  # also if the caller stops early
+            ending.set()
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _start_worker(counter: Any, ending: Any) -> None:
@@ -158,7 +147,7 @@ def _start_worker(counter: Any, ending: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this worker when its parent ends: after a kill -9 of the parent it would wait for work for ever."""
+    """End this worker when its parent ends. After a kill -9 of the parent it would wait for work for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -38,19 +38,12 @@ EMULATOR_ACCOUNT = "devstoreaccount1"
 
 @dataclass(frozen=True)
 class BlobFolder:
-    """A folder in a container.
-
-    Attributes:
-        account: name of the storage account.
-        container: name of the container.
-        path: of the folder in it, without slashes at its ends; empty for the whole container.
-        endpoint: where the account's Blob service is, a URL.
-    """
+    """A folder in a container."""
 
     account: str
     container: str
-    path: str
-    endpoint: str
+    path: str  # without slashes at its ends; empty for the whole container
+    endpoint: str  # URL of the account's Blob service
 
     def __str__(self) -> str:
         return f"{self.path or '/'} in the container {self.container} of the storage account {self.account}"
@@ -58,40 +51,24 @@ class BlobFolder:
 
 @dataclass(frozen=True)
 class DatastoreFolder:
-    """A folder in a datastore of a workspace.
-
-    Attributes:
-        datastore: its name.
-        path: of the folder in it, without slashes at its ends.
-        workspace: subscription, resource group and name of the workspace; None for the job's own.
-    """
+    """A folder in a datastore of a workspace."""
 
     datastore: str
-    path: str
-    workspace: tuple[str, str, str] | None
+    path: str  # without slashes at its ends
+    workspace: tuple[str, str, str] | None  # subscription, resource group and name; None for the job's own
 
 
 @dataclass(frozen=True)
 class DataAsset:
-    """A folder in a data asset of the job's workspace.
-
-    Attributes:
-        name: of the asset.
-        version: of the asset; None for the newest.
-        path: of the folder in it, without slashes at its ends.
-    """
+    """A folder in a data asset of the job's workspace."""
 
     name: str
-    version: str | None
-    path: str = ""
+    version: str | None  # None for the newest
+    path: str = ""  # without slashes at its ends
 
 
 def parse_address(address: str, environ: Mapping[str, str]) -> BlobFolder | DatastoreFolder | DataAsset:
-    """Read an address.
-
-    Args:
-        address: as a user types it.
-        environ: environment variables, for the account of an address that has none, and for another endpoint.
+    """Read an address. The environment gives the account of an address that has none, and another endpoint.
 
     Raises:
         StorageError: it is none of the known forms, or holds a signature. The message does not repeat the signature.

@@ -25,11 +25,7 @@ _NO_WORKSPACE = (
 
 
 def find_folder(place: BlobFolder | DatastoreFolder | DataAsset, environ: Mapping[str, str]) -> BlobFolder:
-    """Find where an address leads. This asks the workspace, and takes seconds.
-
-    Args:
-        place: of `parse_address`.
-        environ: environment variables, for the job's workspace.
+    """Find where an address leads. For an asset or a datastore this asks the workspace, and takes seconds.
 
     Raises:
         StorageError: there is no such data asset or datastore, it may not be read, or it is not in Blob Storage.

@@ -1,5 +1,5 @@
-"""Reads shards from Azure Blob Storage, by the Rust client of obstore: what is tried again, how often, and what a
-user is told.
+"""Reads shards from Azure Blob Storage by the Rust client of obstore: which requests are tried again, how often, and
+which error a user gets.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ log = logging.getLogger(__name__)
 _STATUS = re.compile(r"non-2xx status code: (\d{3})[^:]*")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _OUR_PROVIDER = "External Azure credential provider"
-_BUSY = (429, 503)
-BEHIND_END = "InvalidRange"  # the service's name of a part that begins behind the end of a blob
+BEHIND_END = "InvalidRange"  # the service's name for a part that begins behind the end of a blob
 # Words of an error of Rust's network libraries, and what they mean. The first that occurs counts.
 _NETWORK = {
     "ConnectionRefused": "the connection was refused",
@@ -45,15 +44,15 @@ _NETWORK = {
     "UnexpectedEof": "the connection broke off",
     "tcp connect error": "no connection could be made",
 }
-_TOLD_S = 8.0  # shorter pauses are not logged: one failed request among thousands is normal
-_TOLD_AGAIN_S = 60.0
+_LOGGED_S = 8.0  # shorter pauses are not logged: one failed request among thousands is normal
+_LOGGED_AGAIN_S = 60.0
 
 # Larger reads are several requests at once: one connection does not fill a node's network, and one that breaks off
 # costs 8 MiB. It is also the size of the blocks that azcopy reads.
 _REQUEST_BYTES = 8 << 20
 _AT_ONCE = 64  # requests under way, each a connection
 _CONNECT = timedelta(seconds=10)
-_REQUEST = timedelta(minutes=5)  # a connection that brings something all the time is not broken: 8 MiB at 30 kB/s
+_REQUEST = timedelta(minutes=5)  # a slow connection is not a broken one: 8 MiB at 30 kB/s
 _Result = TypeVar("_Result")
 
 
@@ -61,9 +60,9 @@ class Kind(Enum):
     """What may be done about a failed request."""
 
     AGAIN = auto()  # it may succeed later
-    BUSY = auto()  # so may it, if fewer requests are made
-    UNKNOWN_HOST = auto()  # so may it, if the host has ever been reached
-    NO_IDENTITY = auto()  # so may it, if there has ever been one
+    BUSY = auto()  # it may succeed later, if fewer requests are made
+    UNKNOWN_HOST = auto()  # it may succeed later, if the host was reached before
+    NO_IDENTITY = auto()  # it may succeed later, if there was a credential before
     EXPIRED = auto()  # a new token is tried once
     DENIED = auto()
     MISSING = auto()
@@ -71,19 +70,25 @@ class Kind(Enum):
     REFUSED = auto()  # asking again would not help
 
 
+# By the status of an answer.
+_KINDS = {
+    401: Kind.EXPIRED,
+    403: Kind.DENIED,
+    404: Kind.MISSING,
+    408: Kind.AGAIN,
+    412: Kind.CHANGED,
+    429: Kind.BUSY,
+    503: Kind.BUSY,
+}
+
+
 @dataclass(frozen=True)
 class Fault:
-    """A failed request.
-
-    Attributes:
-        kind: what may be done.
-        reason: for a message, without secrets: our own words, a status, and the service's name of the error.
-        code: the service's name of the error, such as `ContainerNotFound`; empty without an answer.
-    """
+    """A failed request."""
 
     kind: Kind
-    reason: str
-    code: str = ""
+    reason: str  # for a message, without secrets: our own words, a status, and the service's name of the error
+    code: str = ""  # the service's name of the error, such as `ContainerNotFound`; empty without an answer
 
 
 class UnusableAnswerError(ValueError):
@@ -91,19 +96,17 @@ class UnusableAnswerError(ValueError):
 
 
 def explain(error: Exception) -> Fault:
-    """Tell what an error of obstore means. Its own text is not shown: it may contain a signature.
-
-    Args:
-        error: what a request raised.
-    """
+    """Say what an error of obstore means. Its own text is not shown: it may contain a signature."""
     text = str(error)
     if isinstance(error, UnusableAnswerError):
         return Fault(Kind.AGAIN, text)
     if _OUR_PROVIDER in text:
         return Fault(Kind.NO_IDENTITY, "no credential could be had")
-    if status := _STATUS.search(text):
-        code = _CODE.search(text)
-        return _of_status(int(status[1]), code[1] if code else "")
+    if found := _STATUS.search(text):
+        status = int(found[1])
+        code = named[1] if (named := _CODE.search(text)) else ""
+        kind = _KINDS.get(status, Kind.AGAIN if status >= 500 else Kind.REFUSED)
+        return Fault(kind, f"the service answered {status}{f' {code}' if code else ''}", code)
     if "StartTooLarge" in text:  # obstore found it in an answer of another status
         return Fault(Kind.REFUSED, "the blob is shorter", BEHIND_END)
     if "dns error" in text:
@@ -112,16 +115,6 @@ def explain(error: Exception) -> Fault:
     if reason is None and "Requested" in text:
         reason = "the answer was of another part of the blob"
     return Fault(Kind.AGAIN, reason or f"the request failed ({type(error).__name__})")
-
-
-def _of_status(status: int, code: str) -> Fault:
-    reason = f"the service answered {status}{f' {code}' if code else ''}"
-    if status in _BUSY:
-        return Fault(Kind.BUSY, reason, code)
-    if status >= 500 or status == 408:
-        return Fault(Kind.AGAIN, reason, code)
-    kinds = {401: Kind.EXPIRED, 403: Kind.DENIED, 404: Kind.MISSING, 412: Kind.CHANGED}
-    return Fault(kinds.get(status, Kind.REFUSED), reason, code)
 
 
 @dataclass(frozen=True)
@@ -149,7 +142,7 @@ class Pauses:
     def __init__(self, patience: Patience) -> None:
         self.patience = patience
         self._quiet_until = 0.0
-        self._told = -_TOLD_AGAIN_S
+        self._logged_at = -_LOGGED_AGAIN_S
 
     async def wait_if_busy(self) -> None:
         """Wait for the end of a pause that another read has found necessary."""
@@ -157,18 +150,12 @@ class Pauses:
             await asyncio.sleep(left)
 
     async def wait(self, fault: Fault, tries: int, what: str) -> None:
-        """Wait before a request is made again.
-
-        Args:
-            fault: why.
-            tries: how often it has been made, from 1.
-            what: was asked for, for the log.
-        """
+        """Wait before `what` is asked for again, after so many tries."""
         longest = min(self.patience.first_pause * 2.0 ** min(tries - 1, 30), self.patience.longest_pause)
         pause = longest * random.uniform(0.5, 1.0)  # not all nodes at the same moment
         now = time.monotonic()
-        if pause >= _TOLD_S and now >= self._told + _TOLD_AGAIN_S:
-            self._told = now
+        if pause >= _LOGGED_S and now >= self._logged_at + _LOGGED_AGAIN_S:
+            self._logged_at = now
             log.warning("%s: %s. It is tried again, for up to %.0f s.", what, fault.reason, self.patience.total)
         if fault.kind is Kind.BUSY:
             self._quiet_until = max(self._quiet_until, now + pause)
@@ -180,11 +167,6 @@ class AzureStorage(Storage):
 
     The first read of a blob remembers its ETag, and a later one that finds another fails: parts of two versions must
     not be mixed.
-
-    Args:
-        address: one of the forms of `open_storage`.
-        environ: environment variables.
-        patience: how long reads go on in spite of failures.
     """
 
     def __init__(self, address: str, environ: Mapping[str, str], patience: Patience | None = None) -> None:
@@ -257,12 +239,7 @@ class AzureStorage(Storage):
         )
 
     async def _get(self, store: AzureStore, name: str, start: int, length: int) -> memoryview:
-        """Make one request for a part of a blob, and check that the answer is what was asked for.
-
-        Raises:
-            StorageError: the blob ends earlier, or has changed.
-            UnusableAnswerError: the answer has another length.
-        """
+        """Make one request for a part of a blob, and check that the answer is what was asked for."""
         from obstore import get_async
 
         options: GetOptions = {"range": (start, start + length)}
@@ -283,11 +260,7 @@ class AzureStorage(Storage):
         return content
 
     async def _ask(self, what: str, request: Callable[[AzureStore], Awaitable[_Result]]) -> _Result:
-        """Repeat a request until it succeeds, cannot succeed, or was tried for long enough.
-
-        Args:
-            what: is asked for, for messages.
-            request: makes the request once.
+        """Repeat a request for `what` until it succeeds, cannot succeed, or was tried for long enough.
 
         Raises:
             StorageError: it did not succeed.
@@ -308,7 +281,7 @@ class AzureStorage(Storage):
                 raise
             except (BaseError, OSError, ValueError) as error:
                 fault = explain(error)
-            # Outside of the handler: an error raised there would carry obstore's, which may hold a signature.
+            # Not in the handler: an error raised there would refer to obstore's, which may contain a signature.
             if fault.kind is Kind.EXPIRED and not renewed and isinstance(connection.credential, IdentityCredential):
                 renewed = True
                 self._renew(connection, connection.credential)
@@ -352,7 +325,7 @@ class _Connection:
         self.store = AzureStore(
             folder.container,
             prefix=folder.path or None,
-            # All that obstore would else take from the environment, so that address and credential are the ones here.
+            # All that obstore would otherwise take from the environment.
             config={
                 "account_name": folder.account,
                 "endpoint": folder.endpoint,
@@ -372,9 +345,8 @@ class _Connection:
 
 def _failed(what: str, fault: Fault, connection: _Connection, tries: int) -> str:
     account, credential = connection.folder.account, connection.credential
-    identity = isinstance(credential, IdentityCredential)
     match fault.kind:
-        case Kind.DENIED | Kind.EXPIRED if identity:
+        case Kind.DENIED | Kind.EXPIRED if isinstance(credential, IdentityCredential):
             return (
                 f"{what} may not be read: {fault.reason}. It was asked for with {credential.name}. Give it the role "
                 f"Storage Blob Data Reader on the storage account {account} (az role assignment create --role 'Storage "

@@ -1,6 +1,4 @@
-"""Who reads Blob Storage: a key or a signature from the environment, or else the job's identity; and the variables
-that decide it.
-"""
+"""With what credential Blob Storage is read: a key or a signature from the environment, or else the job's identity."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ _KEY, _SAS, _CONNECTION = "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN"
 
 
 class Variables(dict[str, str]):
-    """Environment variables by name. What shows this object, such as a traceback with its variables, shows no value."""
+    """Environment variables by name. Its text, as in a traceback with local variables, shows no value."""
 
     @override
     def __repr__(self) -> str:
@@ -55,20 +53,16 @@ class Variables(dict[str, str]):
 
 
 def storage_variables(environ: Mapping[str, str]) -> Variables:
-    """Return those variables that storage reads.
-
-    Args:
-        environ: environment variables.
-    """
+    """Return those environment variables that storage reads."""
     return Variables({name: value for name, value in copied(environ).items() if _READ.fullmatch(name)})
 
 
 class Credential(ABC):
-    """What signs the requests to an account. obstore calls it, and again before what it gave expires.
+    """What signs the requests to an account. obstore calls it first, and again before the last answer expires.
 
     Attributes:
-        name: how a message calls it; never the secret.
-        problem: why it could not be had when it was asked for last, a sentence; None if it could.
+        name: for messages; never the secret.
+        problem: a sentence that says why the last call has failed; None if it has not.
     """
 
     name: str
@@ -76,7 +70,7 @@ class Credential(ABC):
 
     @abstractmethod
     async def __call__(self) -> AzureCredential:
-        """Give it."""
+        """Return a key, a signature or a token."""
 
 
 class FixedCredential(Credential):
@@ -104,8 +98,8 @@ class IdentityCredential(Credential):
         return await asyncio.to_thread(self._fetch)
 
     def forget(self) -> None:
-        """Have the next call ask for another token: the service has rejected the last one."""
-        self._identity = None  # and the tokens that it keeps
+        """Make the next call ask for a new token: the service has rejected the last one."""
+        self._identity = None  # which keeps the token
 
     def _fetch(self) -> AzureCredential:
         from azure.core.exceptions import AzureError
@@ -127,9 +121,6 @@ def lent_variables(environ: Mapping[str, str]) -> Iterator[None]:
 
     Only Python's view of the environment changes: threads of other libraries may read the environment itself at any
     time. One thread at a time does this; the others wait.
-
-    Args:
-        environ: environment variables.
     """
     with _lending:
         own = os.environ
@@ -144,16 +135,13 @@ def lent_variables(environ: Mapping[str, str]) -> Iterator[None]:
 def find_identity(environ: Mapping[str, str]) -> TokenCredential:
     """Find the identity that this process has in Azure. Nothing is asked yet.
 
-    In a job that runs with its user's identity, that. Else azure-identity's chain: a service principal from the
-    variables, the managed identity of the cluster, the az command.
-
-    Args:
-        environ: environment variables. The Azure libraries read those of `lent_variables` for the rest.
+    It is the user's in a job that runs with its user's identity. Otherwise azure-identity looks for one: a service
+    principal from the variables of `lent_variables`, the managed identity of the cluster, the az command.
 
     Raises:
         StorageError: a library is not installed.
     """
-    logging.getLogger("azure.identity").setLevel(logging.CRITICAL)  # what failed is told by our own error
+    logging.getLogger("azure.identity").setLevel(logging.CRITICAL)  # our own error says what has failed
     if _on_behalf(environ):
         try:
             from azure.ai.ml.identity import AzureMLOnBehalfOfCredential
@@ -175,11 +163,7 @@ def find_identity(environ: Mapping[str, str]) -> TokenCredential:
 def find_credential(account: str, environ: Mapping[str, str]) -> Credential:
     """Choose what reads an account: its key, a signature, a connection string, or else an identity.
 
-    A key or signature that the environment says is another account's is not used: this account would refuse it.
-
-    Args:
-        account: name of the storage account.
-        environ: environment variables.
+    A key or signature is not used if the environment says that it is another account's: this account would refuse it.
     """
     owner = environ.get("AZURE_STORAGE_ACCOUNT_NAME") or environ.get("AZURE_STORAGE_ACCOUNT") or account
     if owner == account and environ.get(_KEY):

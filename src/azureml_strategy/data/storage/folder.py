@@ -17,8 +17,8 @@ from azureml_strategy.files import read_range
 
 # A read of a mount waits for the network. This many wait at once, as blobfuse itself does with its own requests.
 _THREADS = 32
-# Errors that one file of a folder can have by itself: it is gone, forbidden, a folder, a link to nowhere. All others
-# are of the disk, the mount, the network, or of this process.
+# Errors that one file of a folder can have by itself: it is gone, forbidden, a folder, or a link to nowhere. All others
+# are the fault of the disk, the mount, the network, or this process.
 OF_ONE_FILE = frozenset((errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP))
 
 _Result = TypeVar("_Result")
@@ -29,12 +29,12 @@ class StorageError(OSError):
 
 
 def own_fault(error: OSError, folder: str | os.PathLike[str]) -> bool:
-    """Whether an error is of one file alone, and not of its folder: if a mount is gone, every file of it has one."""
+    """Whether an error is of one file alone, and not of its folder: if a mount is gone, all of its files fail."""
     if error.errno not in OF_ONE_FILE:
         return False
     try:
         with os.scandir(folder) as entries:
-            return next(entries, None) is not None  # without its mount, the folder is there, but empty
+            return next(entries, None) is not None  # without its mount, the folder is empty
     except OSError:
         return False
 
@@ -49,6 +49,16 @@ def storage_error(what: str, error: OSError) -> StorageError:
     )
     raised.__cause__ = error
     return raised
+
+
+class OpenFile:
+    """A file that is closed when nobody uses it any more: one thread may read it while another one drops it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
 
 
 class Storage(ABC):
@@ -78,26 +88,18 @@ class Storage(ABC):
 
     @abstractmethod
     async def place(self) -> str:
-        """Return what the address leads to: with other variables, or later on, it may be something else.
+        """Return what the address leads to, which depends on environment variables and may change later.
 
         Raises:
-            StorageError: it is a data asset or a datastore that cannot be had.
+            StorageError: it is a data asset or a datastore that cannot be found.
         """
 
     @abstractmethod
     async def read(self, name: str, start: int, length: int) -> bytes | memoryview:
-        """Read a part of a file. Many reads may be under way at once.
-
-        Args:
-            name: of the file, relative to the folder.
-            start: where the part begins, bytes.
-            length: bytes of the part.
-
-        Returns:
-            exactly `length` bytes.
+        """Read exactly `length` bytes of a file from byte `start` on. Many reads may be under way at once.
 
         Raises:
-            StorageError: the part cannot be had, also after retries; or the file changed since it was first seen.
+            StorageError: the part cannot be read, also after retries; or the file has changed since its first read.
         """
 
     @abstractmethod
