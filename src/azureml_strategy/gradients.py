@@ -180,21 +180,13 @@ def scale_gradients(module: nn.Module, factor: float) -> None:
 
 @dataclass(frozen=True)
 class _Gradients:
-    """The gradients of a module, and the ranks that have parts of them.
+    """The gradients of a module, and the ranks that have parts of them."""
 
-    Args:
-        gradients: in the order of the parameters.
-        device: of the parameters.
-        group: ranks whose parts make the gradients of the same parameters; None if each rank has whole ones.
-        stages: ranks that have other parameters.
-        copied: whether other ranks make the same step.
-    """
-
-    gradients: list[Gradient]
-    device: torch.device
-    group: ProcessGroup | None
-    stages: ProcessGroup | None
-    copied: bool
+    gradients: list[Gradient]  # in the order of the parameters
+    device: torch.device  # of the parameters
+    group: ProcessGroup | None  # ranks that have parts of the same gradients; None if each has whole ones
+    stages: ProcessGroup | None  # ranks that have other parameters
+    copied: bool  # whether other ranks make the same step
 
     @classmethod
     def of(cls, module: nn.Module) -> _Gradients:

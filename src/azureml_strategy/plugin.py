@@ -56,7 +56,8 @@ def register_when_lightning_is_imported() -> None:
     for connector in CONNECTORS:
         when_imported(connector, _take_launch_for_mpi)
     if in_azure_ml(os.environ) and not switched_off(os.environ, TRACKING_SWITCH):
-        when_imported("mlflow.tracking.fluent", _join_job_run)
+        join = partial(_make, "azureml_strategy.tracking.run", "join_job_run")
+        when_imported("mlflow.tracking.fluent", join)
 
 
 def job_callbacks() -> list[Callback]:
@@ -79,22 +80,16 @@ def job_callbacks() -> list[Callback]:
     if launch is not None:
         parts |= {switch: partial(make, launch) for switch, make in _PARTS.items()}
     if "lightning.pytorch.cli" in sys.modules:
-        parts[CLI_CONFIG_SWITCH] = lambda: _load("azureml_strategy.tracking.job_tracking", "LightningCLIConfig")()
+        parts[CLI_CONFIG_SWITCH] = partial(_make, "azureml_strategy.tracking.job_tracking", "LightningCLIConfig")
     if read_job() is not None and "MLFLOW_TRACKING_URI" in os.environ:
         # The second logs through the logger that the first adds.
         parts |= {
-            TRACKING_SWITCH: lambda: _load("azureml_strategy.tracking.job_tracking", "JobTracking")(launch),
-            THROUGHPUT_SWITCH: lambda: _load("azureml_strategy.tracking.job_tracking", "JobThroughput")(),
+            TRACKING_SWITCH: partial(_make, "azureml_strategy.tracking.job_tracking", "JobTracking", launch),
+            THROUGHPUT_SWITCH: partial(_make, "azureml_strategy.tracking.job_tracking", "JobThroughput"),
         }
     made = [_made(switch, make) for switch, make in parts.items() if not switched_off(os.environ, switch)]
     alone = _callbacks_without_launcher() if launch is None else []
     return [*alone, *(callback for callback in made if callback is not None)]
-
-
-def _join_job_run(fluent: ModuleType) -> None:
-    from azureml_strategy.tracking.run import join_job_run
-
-    join_job_run(fluent)
 
 
 @cache
@@ -140,7 +135,7 @@ def fabric_callbacks() -> list[FabricGuard]:
 
 def _guards(module: str, name: str) -> list[Any]:
     launch = None if switched_off(os.environ, GUARD_SWITCH) else _launch()
-    guard = _made(GUARD_SWITCH, lambda: _load(module, name)(launch)) if launch is not None else None
+    guard = _made(GUARD_SWITCH, partial(_make, module, name, launch)) if launch is not None else None
     return [guard] if guard is not None else []
 
 
@@ -174,15 +169,12 @@ def _made(switch: str, make: Callable[[], Made]) -> Made | None:
         return None
 
 
-def _load(module: str, name: str) -> Any:
-    """Import a class when it is needed, and not before: most processes that import torch need none of these."""
-    return getattr(import_module(module), name)
+def _make(module: str, name: str, /, *arguments: Any, **named: Any) -> Any:
+    """Import a class or function and call it. Most processes that import torch need none of these modules."""
+    return getattr(import_module(module), name)(*arguments, **named)
 
 
-def _termination() -> Callback:
-    from azureml_strategy.preemption.termination import TerminateTogether
-
-    return TerminateTogether()
+_termination = partial(_make, "azureml_strategy.preemption.termination", "TerminateTogether")
 
 
 def _checkpoint_word() -> str:
@@ -200,7 +192,6 @@ def _checkpoint(launch: Launch | PartialLaunch | None = None) -> Callback | None
 
     if not word:
         return RestartNotice()
-
     if word not in WORDS:
         if launch is None or launch.rank == 0:
             log.warning(
@@ -215,12 +206,12 @@ def _checkpoint(launch: Launch | PartialLaunch | None = None) -> Callback | None
 
 # switch: function that makes the callback, if it is asked for
 _PARTS: dict[str, Callable[[Launch | PartialLaunch], Callback | None]] = {
-    GUARD_SWITCH: lambda launch: _load("azureml_strategy.cluster.guard", "LaunchGuard")(launch),
-    HANG_WATCH_SWITCH: lambda _: _load("azureml_strategy.hang_detection", "HangWatch")(),
+    GUARD_SWITCH: partial(_make, "azureml_strategy.cluster.guard", "LaunchGuard"),
+    HANG_WATCH_SWITCH: lambda _: _make("azureml_strategy.hang_detection", "HangWatch"),
     TERMINATION_SWITCH: lambda _: _termination(),
-    NETWORK_RECORD_SWITCH: lambda _: _load("azureml_strategy.tracking.network", "NetworkRecorder")(),
-    DATA_CHECK_SWITCH: lambda _: _load("azureml_strategy.strategies.replica_check.data_check", "DataCheck")(),
-    REPLICA_CHECK_SWITCH: lambda _: _load("azureml_strategy.strategies.replica_check", "ReplicaCheck")(),
+    NETWORK_RECORD_SWITCH: lambda _: _make("azureml_strategy.tracking.network", "NetworkRecorder"),
+    DATA_CHECK_SWITCH: lambda _: _make("azureml_strategy.strategies.replica_check.data_check", "DataCheck"),
+    REPLICA_CHECK_SWITCH: lambda _: _make("azureml_strategy.strategies.replica_check", "ReplicaCheck"),
     CHECKPOINT_SWITCH: _checkpoint,
 }
 
@@ -228,16 +219,14 @@ _PARTS: dict[str, Callable[[Launch | PartialLaunch], Callback | None]] = {
 def _register(strategies: ModuleType) -> None:
     """Register functions instead of classes: Lightning may be half imported here, even by this package itself."""
     for name, (kind, description, arguments) in _STRATEGIES.items():
-        make = partial(_make_strategy, "azureml_strategy.strategies", kind)
+        make = partial(_make, "azureml_strategy.strategies", kind)
         strategies.StrategyRegistry.register(name, make, description=description, **arguments)
-    make_ddp = partial(_make_strategy, "azureml_strategy.strategies", "AzureMLDDPStrategy")
+    make_ddp = partial(_make, "azureml_strategy.strategies", "AzureMLDDPStrategy")
     _replace_in_jobs(strategies.StrategyRegistry, make_ddp)
 
 
 def _register_in_fabric(strategies: ModuleType) -> None:
-    make_of = {
-        kind: partial(_make_strategy, "azureml_strategy.strategies.fabric", its) for kind, its in _IN_FABRIC.items()
-    }
+    make_of = {kind: partial(_make, "azureml_strategy.strategies.fabric", its) for kind, its in _IN_FABRIC.items()}
     for name, (kind, description, arguments) in _STRATEGIES.items():
         make = make_of.get(kind, _refuse_in_fabric)
         strategies.STRATEGY_REGISTRY.register(name, make, description=description, **arguments)
@@ -303,10 +292,6 @@ def _register_refusals(strategies: ModuleType) -> None:
     """Register a refusal: `pytorch_lightning` is a copy of Lightning with its own classes, where ours cannot work."""
     for name in _STRATEGIES:
         strategies.StrategyRegistry.register(name, _refuse, description="needs the `lightning` package")
-
-
-def _make_strategy(module: str, kind: str, **arguments: Any) -> Any:
-    return _load(module, kind)(**arguments)
 
 
 def _refuse(**arguments: Any) -> NoReturn:

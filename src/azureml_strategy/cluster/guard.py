@@ -115,17 +115,11 @@ def complete_launch(known: Launch | PartialLaunch) -> Launch:
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes that a Trainer's or Fabric's strategy counts on, to compare with the job's.
+    """The processes that a Trainer's or Fabric's strategy counts on, to compare with the job's."""
 
-    Attributes:
-        strategy: the strategy, with the numbers that Lightning has given it.
-        maker: `Trainer` or `Fabric`.
-        remedy: what to type instead.
-    """
-
-    strategy: Any
-    maker: str
-    remedy: str
+    strategy: Any  # with the numbers that Lightning has given it
+    maker: str  # `Trainer` or `Fabric`
+    remedy: str  # what to type instead
 
     @property
     def num_nodes(self) -> int:
@@ -155,12 +149,8 @@ class Processes:
     def check(self, launch: Launch) -> None:
         """Compare them with the job's.
 
-        Args:
-            launch: this process's place in the job.
-
         Raises:
-            LaunchError: their numbers differ, each process would start those of its node again, or the strategy reads
-                ranks other than the job's.
+            LaunchError: as `LaunchGuard.check`.
         """
         if not self.known:
             return
@@ -260,9 +250,6 @@ class FabricGuard(Isolated):
     a distributed training. It is refused when it sets up its first model, unless the process belongs to a group by
     then, and in any case when it steps an optimizer.
 
-    Args:
-        launch: this process's place in the job, as far as it is known before all processes meet.
-
     Raises:
         LaunchError: the Fabric that is being made does not match the job.
     """
@@ -272,9 +259,8 @@ class FabricGuard(Isolated):
     def __init__(self, launch: Launch | PartialLaunch) -> None:
         self._known = launch
         fabric = fabric_in_the_making()
-        processes = self._processes(fabric.strategy) if fabric is not None else None
-        if processes is not None and not processes.alone:
-            self._check(processes)
+        if fabric is not None and not self._processes(fabric.strategy).alone:
+            self._check(self._processes(fabric.strategy))
 
     def on_after_setup(self, fabric: Fabric, module: nn.Module) -> None:
         """Check what sets up a model; Fabric calls this in `setup`."""

@@ -69,8 +69,8 @@ def learn_launch(timeout: timedelta | None = None) -> Launch | None:
         timeout: how long to wait for the other ranks; by default 30 minutes, as torch's process groups do.
 
     Raises:
-        LaunchError: as `detect_launch`; or ranks are missing, or what they tell contradicts. Then the message names
-            them and is the same on all ranks that came.
+        LaunchError: as `detect_launch`; or ranks are missing, or their reports contradict one another. Then the
+            message names them and is the same on all ranks that came.
     """
     with _one_at_a_time:
         try:
@@ -97,9 +97,8 @@ def _ask(known: PartialLaunch, timeout: timedelta) -> int:
 
 def _group_runs(world_size: int) -> bool:
     """Whether the script has started a process group of all ranks itself, whose store has the port."""
-    dist = sys.modules.get("torch.distributed")
-    running = dist is not None and dist.is_available() and dist.is_initialized()
-    return running and dist is not None and dist.get_world_size() == world_size
+    dist: Any = sys.modules.get("torch.distributed")
+    return bool(dist and dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size)
 
 
 def _gather_places(own: _Place, timeout: timedelta) -> list[_Place]:

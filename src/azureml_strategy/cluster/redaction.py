@@ -130,12 +130,9 @@ _SUBSCRIPTION = re.compile(r"(?i)(?<=/subscriptions/)[^/\s]+")
 
 
 def redact_text(text: str, environ: Mapping[str, str] | None = None) -> str:
-    """Return the text without secrets and without subscription ids.
+    """Return a text, such as a traceback or an answer of a service, without secrets and without subscription ids.
 
-    Args:
-        text: any text: a line, a traceback, an address, an answer of a service.
-        environ: the values of its variables with secret names are redacted wherever they occur; by default this
-            process's environment.
+    The values of variables with secret names, by default of this process, are redacted wherever they occur.
     """
     return _SUBSCRIPTION.sub(REDACTED, _without(text, environ, private=True))
 
@@ -158,14 +155,10 @@ def _without(text: str, environ: Mapping[str, str] | None, *, private: bool) -> 
 
 
 def redact(name: str, value: Any, environ: Mapping[str, str] | None = None) -> Any:
-    """Return the value of a name, of a configuration key say, without secrets. Recurses into lists and dictionaries.
+    """Return the value of a name, such as a configuration key, without secrets. Lists and dictionaries are copied.
 
-    Args:
-        name: the name of the value. Under a secret or private name, the whole text or number is redacted. The values
-            of a dictionary go by their own keys.
-        value: text, or a list or dictionary of texts. Other values are returned as they are, unless the name redacts
-            them.
-        environ: as in `redact_text`.
+    Under a secret or private name, the whole text or number is redacted. The values of a dictionary go by their own
+    keys. Otherwise only texts change, as by `redact_text`.
     """
     if isinstance(value, Mapping):
         return {key: redact(str(key), each, environ) for key, each in value.items()}
@@ -180,12 +173,7 @@ def redact(name: str, value: Any, environ: Mapping[str, str] | None = None) -> A
 
 
 def remember_secrets(name: str, value: Any) -> None:
-    """From now on, redact the secrets of a configuration wherever they occur in a text.
-
-    Args:
-        name: the name of the value. Only texts under a secret name are remembered.
-        value: text, or a list or dictionary of texts at any depth.
-    """
+    """From now on, redact the texts under a secret name of a configuration, at any depth, wherever they occur."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             remember_secrets(str(key), each)
