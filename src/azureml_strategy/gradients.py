@@ -203,7 +203,7 @@ class _Gradients:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         in_parts = any(type(each) is not Gradient for each in gradients)
         by_ddp = trainer is None or isinstance(trainer.strategy.model, DistributedDataParallel)
-        summed = all(type(each) is MeshGradient for each in gradients)  # FSDP2 does so after each batch
+        summed = all(type(each) is MeshGradient for each in gradients)  # FSDP2 sums over ranks after each batch
         if trainer is not None and _accumulates(trainer) and (by_ddp or (in_parts and not summed)):
             raise ConfigurationError(_ACCUMULATING)
         stages = getattr(trainer.strategy, "stage_groups", None) if trainer is not None else None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from azureml_strategy.checkpoint.folder import FileChecksums
     from azureml_strategy.control.gather import Exchange
 
-# The ranks that agree where every rank holds the same.
+# What `SharesCopies.copies` returns where all ranks hold the same.
 ALL_RANKS = "all ranks"
 # Of one logger: name, value, step and milliseconds since 1970 of each metric.
 PendingMetrics = list[list[Any]]
@@ -95,7 +95,7 @@ class KeepsFiles(Protocol):
     """A logger that keeps files with its run, such as `JobMLFlowLogger`."""
 
     def run_and_store(self) -> tuple[str | None, str]:
-        """The run's id, None while it is not known, and where it is, without secrets."""
+        """The run's id, None while it is not known, and the address of its store, without secrets."""
 
     def log_file(self, file: Path, folder: str) -> None:
         """Keep a file of rank 0, in the background."""
@@ -206,8 +206,8 @@ class SharesCopies(Protocol):
     def copies(self) -> str | None:
         """A name of the ranks that hold the same as this one, between two steps of the optimizer.
 
-        Ranks that return the same name must have the same parameters and buffers. Parts of a tensor, as FSDP2 and
-        ZeRO-3 have them, are told by the tensors themselves. None if nothing must be equal.
+        Ranks that return the same name must have the same parameters and buffers. Which part of a tensor a rank has,
+        under FSDP2 and ZeRO-3, the tensor itself says. None if nothing must be equal.
         """
 
 

@@ -712,9 +712,10 @@ def is_compiled(module: LightningModule) -> bool:
 
 
 def leave_process_group() -> None:
-    """Have Lightning destroy no process group at the end of this process.
+    """Keep Lightning from destroying a process group when this process ends.
 
-    It registers that for NCCL's when it makes one. An earlier group that it meant is gone: there is only one.
+    Lightning registers an exit handler when it makes a group of NCCL. There is one group at a time, so no handler of an
+    earlier one is lost.
     """
     atexit.unregister(distributed._destroy_dist_connection)
 

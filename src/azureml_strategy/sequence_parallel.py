@@ -89,14 +89,14 @@ class SequenceGroup:
         return _exchanged(blocks.contiguous(), self.group).permute(1, 0, 2, 3, 4).flatten(1, 2)
 
     def mean(self, loss: Tensor) -> Tensor:
-        """Return the mean over the ranks. Its gradient is that of this rank's own loss, of a strategy's average.
+        """Return the mean over the ranks. Its gradient is that of this rank's loss: the strategy averages gradients.
 
         Args:
             loss: of this rank's tokens, without dimensions.
         """
         mean = loss.detach().clone()
         dist.all_reduce(mean, group=self.group)
-        return mean / self.size + (loss - loss.detach())  # to the last bit the same on each rank, for what it decides
+        return mean / self.size + (loss - loss.detach())  # equal on all ranks to the last bit: callbacks decide by it
 
 
 def _exchanged(blocks: Tensor, group: ProcessGroup) -> Tensor:

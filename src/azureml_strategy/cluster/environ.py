@@ -41,7 +41,7 @@ BATCH_PORT = 6000
 DEFAULT_PORT = 6105
 # Address to poll for Scheduled Events, on any machine, instead of Azure's own; `off` turns polling off.
 EVENTS_VARIABLE = "AZUREML_STRATEGY_SCHEDULED_EVENTS"
-# The variables of communication that a plan has set in this process or its parent, as JSON: none of the user's.
+# The variables of communication that a plan, not the user, has set in this process or its parent, as JSON.
 PLANNED_VARIABLES = "AZUREML_STRATEGY_PLANNED"
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
 _INITIAL_ENVIRON = "/proc/self/environ"
@@ -62,7 +62,7 @@ VARIABLES = (
 )
 JOB_PREFIXES = ("AZ_BATCHAI_", "AMLARC_")
 _PREFIX = "AZUREML_STRATEGY_"
-# Those that other rooms read.
+# Variables that other rooms read.
 _OTHERS = ("RESUME", "LAUNCHER", "MAX_SAMPLES", "PRICE_PER_HOUR", "PRICE_CURRENCY", "PRICE_SOURCE", "PRICE_DATE")
 _PRICE = f"{_PREFIX}PRICE_PER_HOUR"
 KNOWN = (*SWITCHES, EVENTS_VARIABLE, PLANNED_VARIABLES, *(f"{_PREFIX}{each}" for each in _OTHERS))
@@ -261,7 +261,7 @@ def variables_without_effect(environ: Mapping[str, str]) -> list[str]:
     for name in sorted(name for name in environ if name.upper().startswith(_PREFIX)):
         value = environ[name]
         if name not in KNOWN:
-            found.append(f"{name} is set, and nothing reads it.{_meant(name)}")
+            found.append(f"{name} is set, and nothing reads it.{_suggestion(name)}")
         elif name in SWITCHES and name not in _WITH_WORDS and value.strip().lower() not in (*_MEANS_ON, "off"):
             found.append(f"{name}={value!r} switches nothing off. Write {name}=off, or remove it.")
     if environ.get(_PRICE) and read_price(environ) is None:
@@ -269,7 +269,7 @@ def variables_without_effect(environ: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _meant(name: str) -> str:
+def _suggestion(name: str) -> str:
     from difflib import get_close_matches  # only here
 
     near = get_close_matches(name.upper(), KNOWN, n=1, cutoff=0.85)

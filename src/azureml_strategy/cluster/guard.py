@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 # LightningEnvironment reads these on several nodes. Without them it assumes a single node.
 _LIGHTNING_READS = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Packages whose cluster environments read what the platform or Lightning has set.
-_KNOWN = ("lightning", "lightning_fabric", "azureml_strategy")
+_KNOWN_PACKAGES = ("lightning", "lightning_fabric", "azureml_strategy")
 # A single process may do these alone. The names are Lightning's.
 _EVALUATIONS = ("validate", "test", "predict")
 
@@ -139,7 +139,7 @@ class Processes:
     @property
     def known(self) -> bool:
         """Whether Lightning's cluster environments or ours give the ranks. Ray Train and others bring their own."""
-        return self.environment is None or type(self.environment).__module__.partition(".")[0] in _KNOWN
+        return self.environment is None or type(self.environment).__module__.partition(".")[0] in _KNOWN_PACKAGES
 
     @property
     def alone(self) -> bool:

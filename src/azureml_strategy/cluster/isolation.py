@@ -87,13 +87,10 @@ class Isolated:
         for name in dir(cls):
             owner = next(each for each in cls.__mro__ if name in vars(each))
             member = vars(owner)[name]
-            is_theirs = owner is cls or not (owner is Callback or issubclass(owner, Isolated))
-            if (
-                is_theirs
-                and inspect.isfunction(member)
-                and not name.startswith("_")
-                and not hasattr(member, _NOT_ISOLATED)
-            ):
+            is_method = inspect.isfunction(member) and not name.startswith("_")
+            # Methods of another `Isolated` are wrapped there, and those of Lightning's `Callback` do nothing.
+            is_new = owner is cls or not (owner is Callback or issubclass(owner, Isolated))
+            if is_method and is_new and not hasattr(member, _NOT_ISOLATED):
                 setattr(cls, name, isolated(member))
 
     def _give_up(self, trainer: Trainer | None) -> None:

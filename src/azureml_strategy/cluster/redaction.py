@@ -134,16 +134,16 @@ def redact_text(text: str, environ: Mapping[str, str] | None = None) -> str:
 
     The values of variables with secret names, by default of this process, are redacted wherever they occur.
     """
-    return _SUBSCRIPTION.sub(REDACTED, _without(text, environ, private=True))
+    return _SUBSCRIPTION.sub(REDACTED, _redacted(text, environ, private=True))
 
 
 def without_secrets(text: str, environ: Mapping[str, str] | None = None) -> str:
     """Like `redact_text`, but keeps private values, such as the subscription in the address of a data asset."""
-    return _without(text, environ, private=False)
+    return _redacted(text, environ, private=False)
 
 
-def _without(text: str, environ: Mapping[str, str] | None, *, private: bool) -> str:
-    values = _values_of(os.environ if environ is None else environ, private=private)
+def _redacted(text: str, environ: Mapping[str, str] | None, *, private: bool) -> str:
+    values = _pattern_of_values(os.environ if environ is None else environ, private=private)
     text = values.sub(REDACTED, text) if values else text
     lower = text.lower()
     for needles, pattern, replacement in _FORMS:
@@ -151,7 +151,7 @@ def _without(text: str, environ: Mapping[str, str] | None, *, private: bool) -> 
             text = pattern.sub(replacement, text)
     if _LONG_WORD.search(text):
         text = _TOKENS.sub(REDACTED, text)
-    return "".join(_without_named(text))
+    return "".join(_redacted_by_name(text))
 
 
 def redact(name: str, value: Any, environ: Mapping[str, str] | None = None) -> Any:
@@ -230,7 +230,7 @@ def _is_harmless(name: str, value: str) -> bool:
     return _NUMBER.fullmatch(value) is not None and not re.search("pass(?!es)|pwd|secret|cred", words)
 
 
-def _without_named(text: str) -> Iterator[str]:
+def _redacted_by_name(text: str) -> Iterator[str]:
     """Yield the text in parts, with the values after secret names redacted."""
     done = 0
     for found in _NAMED.finditer(text):
@@ -246,7 +246,7 @@ def _without_named(text: str) -> Iterator[str]:
     yield text[done:]
 
 
-def _values_of(environ: Mapping[str, str], *, private: bool) -> re.Pattern[str] | None:
+def _pattern_of_values(environ: Mapping[str, str], *, private: bool) -> re.Pattern[str] | None:
     """A pattern of the values of the secret variables, the passwords in addresses, and the remembered secrets."""
     known = is_private_name if private else is_secret_name
     items = copied(environ).items()

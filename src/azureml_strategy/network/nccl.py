@@ -30,20 +30,20 @@ _HOPPER_AND_LATER = ("H100", "H200", *_GRACE_BLACKWELL)
 _PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_")
 _NAMES = ("CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING")
 # These say which library is installed, and where. The library reads none of them. NVIDIA's images set NCCL_VERSION, and
-# whoever builds torch the others (its cmake/Modules/FindNCCL.cmake).
+# builds of torch set the others (its cmake/Modules/FindNCCL.cmake).
 _OF_THE_BUILD = re.compile(
     r"(?:NCCL|RCCL|GLOO)_(?:VERSION|VER|HOME|PREFIX|DIR|PATH|LIBRARIES|(?:ROOT|INCLUDE|LIB|LIBRARY)(?:_DIRS?|_PATH)?)"
 )
 
 # The levels at which NCCL logs its transport.
-_TELLING_LEVELS = ("INFO", "TRACE", "ABORT")
+_LOGGING_LEVELS = ("INFO", "TRACE", "ABORT")
 # Channel lines are logged under INIT and NET (NCCL's src/transport/net.cc).
-_TELLING_SUBSYSTEMS = ("INIT", "NET", "ALL")
-_REASON = "The transport is read back from NCCL's own log"
+_LOGGING_SUBSYSTEMS = ("INIT", "NET", "ALL")
+_LOG_REASON = "The transport is read back from NCCL's own log"
 # One step of a large model has some hundred collectives; each entry takes some hundred bytes. Where torch records by
 # default, it keeps as many.
-_ENTRIES = 2000
-_SOURCE = "PyTorch, ProcessGroupNCCL environment variables"
+_RECORDED_COLLECTIVES = 2000
+_RECORDER_SOURCE = "PyTorch, ProcessGroupNCCL environment variables"
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,10 @@ def configured_settings(
 def planned_before(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that an earlier plan has set; empty if their record is damaged."""
     try:
-        noted = json.loads(environ.get(PLANNED_VARIABLES, "{}"))
+        recorded = json.loads(environ.get(PLANNED_VARIABLES, "{}"))
     except ValueError:
         return {}
-    return noted if isinstance(noted, dict) else {}
+    return recorded if isinstance(recorded, dict) else {}
 
 
 def _read(path: Path) -> Iterator[tuple[str, str]]:
@@ -221,10 +221,12 @@ def log_settings(configured: Mapping[str, tuple[str, str]], folder: Path) -> Ite
     """
     if "NCCL_DEBUG" in configured:
         return
-    yield Setting("NCCL_DEBUG", "INFO", f"{_REASON}.", "NVIDIA NCCL user guide, NCCL_DEBUG")
+    yield Setting("NCCL_DEBUG", "INFO", f"{_LOG_REASON}.", "NVIDIA NCCL user guide, NCCL_DEBUG")
     if "NCCL_DEBUG_FILE" not in configured:
         path = str(folder / "nccl.%h.%p.log")
-        yield Setting("NCCL_DEBUG_FILE", path, f"{_REASON}; %h is the host, %p the process.", "ditto, NCCL_DEBUG_FILE")
+        yield Setting(
+            "NCCL_DEBUG_FILE", path, f"{_LOG_REASON}; %h is the host, %p the process.", "ditto, NCCL_DEBUG_FILE"
+        )
 
 
 def own_log(variables: Mapping[str, str]) -> Path:
@@ -234,11 +236,11 @@ def own_log(variables: Mapping[str, str]) -> Path:
         LookupError: NCCL writes no log that can be read; the message says why, and what to do.
     """
     level, file = variables.get("NCCL_DEBUG", ""), variables.get("NCCL_DEBUG_FILE", "")
-    if level.upper() not in _TELLING_LEVELS:
+    if level.upper() not in _LOGGING_LEVELS:
         raise LookupError(f"not known: NCCL_DEBUG={level} keeps NCCL from telling it. Remove NCCL_DEBUG.")
     subsystems = variables.get("NCCL_DEBUG_SUBSYS", "INIT").upper()
     # A leading `^` excludes the listed subsystems.
-    if subsystems.startswith("^") == any(name in subsystems for name in _TELLING_SUBSYSTEMS):
+    if subsystems.startswith("^") == any(name in subsystems for name in _LOGGING_SUBSYSTEMS):
         raise LookupError(f"not known: NCCL_DEBUG_SUBSYS={subsystems} leaves it out. Remove NCCL_DEBUG_SUBSYS.")
     if not file:
         raise LookupError(
@@ -283,16 +285,16 @@ def recorder_settings(configured: Mapping[str, tuple[str, str]], folder: Path | 
     size, file = "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"
     old_size, old_file = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
     if size not in configured and old_size not in configured:
-        reason = f"torch remembers the last {_ENTRIES} collectives, by which a rank that hangs is found."
-        yield Setting(size if new else old_size, str(_ENTRIES), reason, _SOURCE)
+        reason = f"torch remembers the last {_RECORDED_COLLECTIVES} collectives, by which a rank that hangs is found."
+        yield Setting(size if new else old_size, str(_RECORDED_COLLECTIVES), reason, _RECORDER_SOURCE)
     if folder is None:
         return
     if "TORCH_NCCL_DUMP_ON_TIMEOUT" not in configured:
         reason = "NCCL's watchdog writes them down before it ends the process."
-        yield Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", reason, _SOURCE)
+        yield Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", reason, _RECORDER_SOURCE)
     if file not in configured and old_file not in configured:
         reason = "They must not go with the node, as /tmp does."
-        yield Setting(file if new else old_file, str(folder / "flight_recorder.rank_"), reason, _SOURCE)
+        yield Setting(file if new else old_file, str(folder / "flight_recorder.rank_"), reason, _RECORDER_SOURCE)
 
 
 @dataclass(frozen=True)
