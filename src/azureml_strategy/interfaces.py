@@ -155,7 +155,7 @@ class StagesCheckpoint(Protocol):
 
 @runtime_checkable
 class ExportsModels(Protocol):
-    """A strategy whose checkpoints tell of the transformers models in them."""
+    """A strategy whose checkpoints describe the transformers models in them."""
 
     def has_models(self) -> bool:
         """Whether the module holds such a model, once the strategy is set up."""

@@ -39,7 +39,7 @@ class SequenceGroup:
 
         Args:
             tensor: `(N, T, ...)`, the same on each rank.
-            fill: stands for the tokens behind the last, where the ranks cannot have equally many.
+            fill: value of the tokens that are added at the end, so that all ranks have equally many.
 
         Returns:
             `(N, ceil(T / ranks), ...)`.
@@ -50,11 +50,11 @@ class SequenceGroup:
         return tensor.chunk(self.size, dim=1)[self.rank].contiguous()
 
     def whole(self, part: Tensor, length: int) -> Tensor:
-        """Return all tokens, of which each rank gives its part.
+        """Return all tokens. Each rank gives its part.
 
         Args:
             part: `(N, T / ranks, ...)`.
-            length: tokens of the sequence, without those that `part` has filled in.
+            length: tokens of the sequence, without those that `part` has added.
 
         Returns:
             `(N, length, ...)`, the same on each rank.

@@ -23,7 +23,7 @@ CHECKPOINT_SWITCH = "AZUREML_STRATEGY_CHECKPOINT"
 CLI_CONFIG_SWITCH = "AZUREML_STRATEGY_CLI_CONFIG"
 TRACKING_SWITCH = "AZUREML_STRATEGY_TRACKING"
 THROUGHPUT_SWITCH = "AZUREML_STRATEGY_THROUGHPUT"
-# Leaves Lightning's own "ddp" as it is. It is no callback: in a job, "ddp" is ours, without a change of the script.
+# Keeps Lightning's own "ddp", which is otherwise our strategy in a job. It belongs to no callback.
 LAUNCH_SWITCH = "AZUREML_STRATEGY_LAUNCH"
 # Leaves out the page of a recipe's run.
 PAGE_SWITCH = "AZUREML_STRATEGY_PAGE"

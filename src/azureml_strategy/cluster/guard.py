@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 # LightningEnvironment reads these on several nodes. Without them it assumes a single node.
 _LIGHTNING_READS = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-# Packages whose cluster environments read what the platform or Lightning has set.
+# The cluster environments of these packages read variables that the platform or Lightning has set.
 _KNOWN_PACKAGES = ("lightning", "lightning_fabric", "azureml_strategy")
 # A single process may do these alone. The names are Lightning's.
 _EVALUATIONS = ("validate", "test", "predict")

@@ -9,8 +9,8 @@ from azureml_strategy.network.infiniband import adapters
 from azureml_strategy.network.sysfs import bootstrap_interface, entries, read_interfaces, read_number, read_text
 
 RECEIVED, SENT, LINK_DOWNED = "port_rcv_data", "port_xmit_data", "link_downed"
-# What a healthy link of InfiniBand hardly counts. Left out is what is normal or the fault of others: packets that had
-# to wait or were dropped (congestion), and errors that a remote switch has marked.
+# These hardly grow on a healthy link of InfiniBand. Other counters are no sign of a fault here: packets wait or are
+# dropped under congestion, and a remote switch marks errors of its own.
 ERRORS = (
     "symbol_error",
     "link_error_recovery",
