@@ -47,17 +47,8 @@ __all__ = [
 _public_name = lazy_attributes(
     __name__,
     {
-        "AzureMLDDPStrategy": "azureml_strategy.strategies",
-        "AzureMLDeepSpeedStrategy": "azureml_strategy.strategies",
-        "AzureMLEnvironment": "azureml_strategy.cluster",
-        "AzureMLModelParallelStrategy": "azureml_strategy.strategies",
-        "Job": "azureml_strategy.cluster",
-        "Launch": "azureml_strategy.cluster",
-        "LaunchError": "azureml_strategy.cluster",
-        "PipelineStrategy": "azureml_strategy.strategies",
-        "detect_launch": "azureml_strategy.cluster",
-        "learn_launch": "azureml_strategy.cluster",
-        "read_job": "azureml_strategy.cluster",
+        name: "azureml_strategy.strategies" if name.endswith("Strategy") else "azureml_strategy.cluster"
+        for name in __all__
     },
 )
 

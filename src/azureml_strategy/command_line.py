@@ -16,12 +16,9 @@ def is_override(argument: str) -> bool:
 
 
 def as_typed(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides of a running job as they were typed.
+    """Return the overrides of a running job, such as `HydraConfig.get().overrides.task`, as they were typed.
 
     Read one by one, they have values in place of `${...}`: a number has become text then, and a secret shows.
-
-    Args:
-        overrides: `HydraConfig.get().overrides.task`, or `.hydra`.
     """
     from omegaconf import OmegaConf
 

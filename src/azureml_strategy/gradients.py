@@ -180,21 +180,13 @@ def scale_gradients(module: nn.Module, factor: float) -> None:
 
 @dataclass(frozen=True)
 class _Gradients:
-    """The gradients of a module, and the ranks that have parts of them.
+    """The gradients of a module, and the ranks that have parts of them."""
 
-    Args:
-        gradients: in the order of the parameters.
-        device: of the parameters.
-        group: ranks whose parts make the gradients of the same parameters; None if each rank has whole ones.
-        stages: ranks that have other parameters.
-        copied: whether other ranks make the same step.
-    """
-
-    gradients: list[Gradient]
-    device: torch.device
-    group: ProcessGroup | None
-    stages: ProcessGroup | None
-    copied: bool
+    gradients: list[Gradient]  # in the order of the parameters
+    device: torch.device  # of the parameters
+    group: ProcessGroup | None  # ranks that have parts of the same gradients; None if each has whole ones
+    stages: ProcessGroup | None  # ranks that have other parameters
+    copied: bool  # whether other ranks make the same step
 
     @classmethod
     def of(cls, module: nn.Module) -> _Gradients:
@@ -211,7 +203,7 @@ class _Gradients:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         in_parts = any(type(each) is not Gradient for each in gradients)
         by_ddp = trainer is None or isinstance(trainer.strategy.model, DistributedDataParallel)
-        summed = all(type(each) is MeshGradient for each in gradients)  # FSDP2 does so after each batch
+        summed = all(type(each) is MeshGradient for each in gradients)  # FSDP2 sums over ranks after each batch
         if trainer is not None and _accumulates(trainer) and (by_ddp or (in_parts and not summed)):
             raise ConfigurationError(_ACCUMULATING)
         stages = getattr(trainer.strategy, "stage_groups", None) if trainer is not None else None

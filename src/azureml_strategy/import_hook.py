@@ -17,8 +17,7 @@ Action = Callable[[ModuleType], None]
 def when_imported(module: str, action: Action) -> Callable[[], None]:
     """Call `action(module)` now if the module is already imported, or else right after its first import.
 
-    Returns:
-        A function that forgets the action, if the import has not come yet.
+    Return a function that forgets the action, if the import has not come yet.
     """
     if module in sys.modules:
         action(sys.modules[module])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from azureml_strategy.checkpoint.folder import FileChecksums
     from azureml_strategy.control.gather import Exchange
 
-# The ranks that agree where every rank holds the same.
+# What `SharesCopies.copies` returns where all ranks hold the same.
 ALL_RANKS = "all ranks"
 # Of one logger: name, value, step and milliseconds since 1970 of each metric.
 PendingMetrics = list[list[Any]]
@@ -33,11 +33,7 @@ class ActsBetweenSteps(Protocol):
         After the last batch of an epoch, it is called when the end of the epoch is done as well.
         `trainer.current_epoch` is still the epoch of the last step. It is not called between batches whose gradients
         are accumulated.
-
-        Args:
-            trainer: in training.
         """
-        ...
 
 
 @runtime_checkable
@@ -53,11 +49,7 @@ class Pausable(Protocol):
 
 @contextmanager
 def paused(trainer: Trainer) -> Iterator[None]:
-    """Pause every `Pausable` callback inside the context.
-
-    Args:
-        trainer: its main thread waits inside the context.
-    """
+    """Pause every `Pausable` callback inside the context, in which the Trainer's main thread waits."""
     pausable = [each for each in trainer.callbacks if isinstance(each, Pausable)]  # type: ignore[attr-defined]
     for each in pausable:
         each.pause()
@@ -82,11 +74,9 @@ class RunLogger(Protocol):
 
     def log_tags(self, tags: dict[str, str]) -> None:
         """Set tags of the run."""
-        ...
 
     def flush(self, timeout_s: float = ...) -> bool:
         """Wait until everything is written, for some seconds; whether it is."""
-        ...
 
 
 @runtime_checkable
@@ -95,11 +85,9 @@ class KnowsEarlierAttempts(Protocol):
 
     def metric_at_start(self, name: str) -> float | None:
         """A metric's last value when the run was opened; on rank 0."""
-        ...
 
     def tag_at_start(self, name: str) -> str | None:
         """A tag's value when the run was opened; on rank 0."""
-        ...
 
 
 @runtime_checkable
@@ -107,16 +95,13 @@ class KeepsFiles(Protocol):
     """A logger that keeps files with its run, such as `JobMLFlowLogger`."""
 
     def run_and_store(self) -> tuple[str | None, str]:
-        """The run's id, None while it is not known, and where it is, without secrets."""
-        ...
+        """The run's id, None while it is not known, and the address of its store, without secrets."""
 
     def log_file(self, file: Path, folder: str) -> None:
         """Keep a file of rank 0, in the background."""
-        ...
 
     def send_file(self, run_id: str, file: Path, folder: str) -> None:
         """Keep a file of any rank, now."""
-        ...
 
 
 @runtime_checkable
@@ -125,11 +110,9 @@ class KeepsPendingMetrics(Protocol):
 
     def pending_metrics(self) -> PendingMetrics:
         """The metrics that are not written yet; a resumed run would not log them again."""
-        ...
 
     def log_pending(self, metrics: PendingMetrics) -> None:
         """Log what `pending_metrics` returned in a previous attempt, except what the store already has."""
-        ...
 
 
 @runtime_checkable
@@ -157,7 +140,6 @@ class WriteStaged(Protocol):
         Raises:
             StepError: a step failed on some rank.
         """
-        ...
 
 
 @runtime_checkable
@@ -165,36 +147,27 @@ class StagesCheckpoint(Protocol):
     """A strategy that can stage a checkpoint now and write it later."""
 
     def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
-        """Collect what this rank writes; a collective.
+        """Collect what this rank writes of a checkpoint, as Lightning gives it to `save_checkpoint`; a collective.
 
-        Args:
-            checkpoint: as Lightning gives it to `save_checkpoint`.
-
-        Returns:
-            The content to copy, and a function that writes the copy; None if the checkpoint must be written at once.
+        Return the content to copy, and a function that writes the copy; None if it must be written at once.
         """
-        ...
 
 
 @runtime_checkable
 class ExportsModels(Protocol):
-    """A strategy whose checkpoints tell of the transformers models in them."""
+    """A strategy whose checkpoints describe the transformers models in them."""
 
     def has_models(self) -> bool:
         """Whether the module holds such a model, once the strategy is set up."""
-        ...
 
     def export_hugging_face(self, checkpoint: Path, output: Path) -> None:
-        """Write a folder for `from_pretrained` from a checkpoint of this strategy. One process calls it.
+        """Write a folder for `from_pretrained` from a complete checkpoint of this strategy. One process calls it.
 
-        Args:
-            checkpoint: complete on disk.
-            output: the folder. It appears complete or not at all. Several models get a folder in it each.
+        The folder appears complete or not at all. Several models get a folder in it each.
 
         Raises:
             ValueError: the checkpoint lacks something; the message says what.
         """
-        ...
 
 
 @runtime_checkable
@@ -217,15 +190,12 @@ class AveragesGradients(Protocol):
 
     def reduce_as_gradients(self, tensor: Tensor) -> Tensor:
         """Average a tensor over the ranks whose gradients are averaged in this step."""
-        ...
 
     def ends_step(self) -> bool:
         """Whether the optimizer steps after the backward pass of this batch."""
-        ...
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients of a step by a number that is the same on all ranks, in `on_after_backward`."""
-        ...
 
 
 @runtime_checkable
@@ -236,10 +206,9 @@ class SharesCopies(Protocol):
     def copies(self) -> str | None:
         """A name of the ranks that hold the same as this one, between two steps of the optimizer.
 
-        Ranks that return the same name must have the same parameters and buffers. Parts of a tensor, as FSDP2 and
-        ZeRO-3 have them, are told by the tensors themselves. None if nothing must be equal.
+        Ranks that return the same name must have the same parameters and buffers. Which part of a tensor a rank has,
+        under FSDP2 and ZeRO-3, the tensor itself says. None if nothing must be equal.
         """
-        ...
 
 
 @runtime_checkable

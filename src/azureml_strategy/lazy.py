@@ -35,7 +35,7 @@ def lazy_attributes(package: str, modules: Mapping[str, str]) -> Callable[[str],
     """Return a module-level `__getattr__` that imports the module of a name when the name is used.
 
     Its imports raise a `ModuleNotFoundError` that says what to type if an extra is missing. The package also gets a
-    `__dir__` with these names, for completion in notebooks and shells. It imports nothing.
+    `__dir__` with these names, for completion in notebooks and shells, which imports nothing.
 
     Args:
         package: the package's `__name__`.
@@ -70,11 +70,7 @@ def require_library(name: str) -> None:
 
 
 def install_line(extra: str) -> str:
-    """What to type for an extra. Until there is a release on PyPI, the package is installed from a clone.
-
-    Args:
-        extra: its name in pyproject.toml.
-    """
+    """What to type for an extra of pyproject.toml. Until there is a release on PyPI, one installs from a clone."""
     return f"pip install -c constraints.txt '.[{extra}]' in a clone of azureml-strategy"
 
 

@@ -330,9 +330,7 @@ def training_loaders(trainer: Trainer) -> CombinedLoader | None:
 def follow_together(trainer: Trainer, agree: Callable[[Any], Any]) -> None:
     """Let schedulers that follow a metric step by what the ranks agree on.
 
-    Args:
-        trainer: about to train.
-        agree: gets this rank's value, None if it has none, and returns that of all; a collective.
+    `agree` gets this rank's value, None if it has none, and returns the value of all ranks; a collective.
     """
     loop = trainer.fit_loop.epoch_loop
     own = type(loop)._get_monitor_value
@@ -474,12 +472,8 @@ def new_result(
 ) -> ResultMetric:
     """Make a value as `self.log` would, which refuses one that differs.
 
-    Args:
-        named: the first result of `result_arguments`.
-        sync: the second one.
-        over_batches: reduces the values of batches.
-        over_ranks: reduces those of ranks, `Strategy.reduce`.
-        is_tensor: False if a metric was logged.
+    `result_arguments` returned `named` and `sync`. The values of batches are reduced by one function, those of ranks
+    by another, `Strategy.reduce`. `is_tensor` is False if a metric was logged.
     """
     meta = result._Metadata(**named, reduce_fx=over_batches)
     meta.sync = result._Sync(fn=over_ranks, **sync)
@@ -525,12 +519,8 @@ def restore_from(trainer: Trainer, checkpoint: str, reading: Callable[[], Abstra
     """Have this fit restore a checkpoint where it was given none. Call it in a callback's `setup`.
 
     Some strategies restore before their own set-up and some after it. All do it by one call of the connector, with the
-    path that `fit` was given or None, and nothing else reads that path. So only this call's argument changes.
-
-    Args:
-        trainer: in `setup`.
-        checkpoint: the path.
-        reading: entered while the checkpoint is read.
+    path that `fit` was given or None, and nothing else reads that path. So only this call's argument changes. The
+    checkpoint is read inside the context that `reading` returns.
     """
     connector = trainer._checkpoint_connector
     load = connector.resume_start
@@ -550,11 +540,7 @@ def restore_as_given(trainer: Trainer) -> None:
 
 @contextmanager
 def loading_shards_by(load: Callable[[dict[str, Any], Path], None]) -> Iterator[None]:
-    """Have the strategies for model parallelism load sharded checkpoints in another way.
-
-    Args:
-        load: fills a state from a folder; a collective.
-    """
+    """Have the strategies for model parallelism load a state from a folder in another way; a collective."""
     name = "_distributed_checkpoint_load"
     before = getattr(model_parallel, name)
     setattr(model_parallel, name, load)
@@ -587,9 +573,7 @@ def average_of(callback: WeightAveraging | StochasticWeightAveraging) -> nn.Modu
 def extend_swap(callback: WeightAveraging, swap: Callable[[nn.Module, Callable[[], None]], None]) -> None:
     """Replace how a callback swaps the average and the weights of the module before and after a validation.
 
-    Args:
-        callback: with an average.
-        swap: gets the average, and Lightning's own way to swap.
+    `swap` gets the average, and Lightning's own way to swap.
     """
     callback._swap_models = partial(_swap, callback, swap)  # type: ignore[method-assign]
 
@@ -728,9 +712,10 @@ def is_compiled(module: LightningModule) -> bool:
 
 
 def leave_process_group() -> None:
-    """Have Lightning destroy no process group at the end of this process.
+    """Keep Lightning from destroying a process group when this process ends.
 
-    It registers that for NCCL's when it makes one. An earlier group that it meant is gone: there is only one.
+    Lightning registers an exit handler when it makes a group of NCCL. There is one group at a time, so no handler of an
+    earlier one is lost.
     """
     atexit.unregister(distributed._destroy_dist_connection)
 

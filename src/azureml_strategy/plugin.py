@@ -41,12 +41,12 @@ log = logging.getLogger(__name__)
 Made = TypeVar("Made")
 
 
-# A script that never mentions this package gets this by the entry point `torch.backends`, which torch loads at the end
-# of its own import. Lightning imports torch before it makes its registries, and a Trainer asks them for its strategy
-# before it asks for callbacks, so that the callbacks' entry point comes too late. A .pth file would run in every Python
-# program of the environment, pip's too, and no build backend installs one from pyproject.toml. An error here would
-# break `import torch`, so this does next to nothing. TORCH_DEVICE_BACKEND_AUTOLOAD=0 leaves it out; then the guard
-# stops what would train alone.
+# A script that never mentions this package has this function called by the entry point `torch.backends`, which torch
+# loads at the end of its own import. Lightning imports torch before it makes its registries. The entry point of the
+# callbacks would come too late: a Trainer asks the registries for its strategy before it asks for callbacks. A .pth
+# file would run in every Python program of the environment, pip included, and no build backend installs one from
+# pyproject.toml. An error here would break `import torch`, so this does next to nothing. With
+# TORCH_DEVICE_BACKEND_AUTOLOAD=0 torch does not call it; then the guard stops what would train alone.
 @cache  # by that entry point, and by `import azureml_strategy`
 def register_when_lightning_is_imported() -> None:
     """Register the strategy names now if Lightning is imported, or else as soon as the script imports it."""
@@ -56,7 +56,8 @@ def register_when_lightning_is_imported() -> None:
     for connector in CONNECTORS:
         when_imported(connector, _take_launch_for_mpi)
     if in_azure_ml(os.environ) and not switched_off(os.environ, TRACKING_SWITCH):
-        when_imported("mlflow.tracking.fluent", _join_job_run)
+        join = partial(_make, "azureml_strategy.tracking.run", "join_job_run")
+        when_imported("mlflow.tracking.fluent", join)
 
 
 def job_callbacks() -> list[Callback]:
@@ -77,24 +78,18 @@ def job_callbacks() -> list[Callback]:
         _warn_of_variables()
     parts: dict[str, Callable[[], Callback | None]] = {}
     if launch is not None:
-        parts |= {switch: partial(make, launch) for switch, make in _PARTS.items()}
+        parts |= {switch: partial(make, launch) for switch, make in _MAKERS.items()}
     if "lightning.pytorch.cli" in sys.modules:
-        parts[CLI_CONFIG_SWITCH] = lambda: _load("azureml_strategy.tracking.job_tracking", "LightningCLIConfig")()
+        parts[CLI_CONFIG_SWITCH] = partial(_make, "azureml_strategy.tracking.job_tracking", "LightningCLIConfig")
     if read_job() is not None and "MLFLOW_TRACKING_URI" in os.environ:
         # The second logs through the logger that the first adds.
         parts |= {
-            TRACKING_SWITCH: lambda: _load("azureml_strategy.tracking.job_tracking", "JobTracking")(launch),
-            THROUGHPUT_SWITCH: lambda: _load("azureml_strategy.tracking.job_tracking", "JobThroughput")(),
+            TRACKING_SWITCH: partial(_make, "azureml_strategy.tracking.job_tracking", "JobTracking", launch),
+            THROUGHPUT_SWITCH: partial(_make, "azureml_strategy.tracking.job_tracking", "JobThroughput"),
         }
-    made = [_made(switch, make) for switch, make in parts.items() if not switched_off(os.environ, switch)]
+    made = [_made_or_warned(switch, make) for switch, make in parts.items() if not switched_off(os.environ, switch)]
     alone = _callbacks_without_launcher() if launch is None else []
     return [*alone, *(callback for callback in made if callback is not None)]
-
-
-def _join_job_run(fluent: ModuleType) -> None:
-    from azureml_strategy.tracking.run import join_job_run
-
-    join_job_run(fluent)
 
 
 @cache
@@ -109,12 +104,12 @@ def _warn_of_variables() -> None:
 def _callbacks_without_launcher() -> list[Callback]:
     """The callbacks of a process that trains alone: checkpoints if the switch asks for them, and a stop that saves."""
     off = switched_off(os.environ, CHECKPOINT_SWITCH)
-    checkpoint = None if off else _made(CHECKPOINT_SWITCH, _checkpoint)
+    checkpoint = None if off else _made_or_warned(CHECKPOINT_SWITCH, _checkpoint)
     if checkpoint is None:
         return []
-    if not _checkpoint_word() or switched_off(os.environ, TERMINATION_SWITCH):
-        return [checkpoint]  # without a word, it writes no checkpoint, and nothing has to stop for one
-    termination = _made(TERMINATION_SWITCH, _termination)
+    if not _checkpoint_switch() or switched_off(os.environ, TERMINATION_SWITCH):
+        return [checkpoint]  # if the switch has no value, it writes no checkpoint, and no stop has to wait for one
+    termination = _made_or_warned(TERMINATION_SWITCH, _termination)
     return [checkpoint] if termination is None else [termination, checkpoint]
 
 
@@ -140,7 +135,7 @@ def fabric_callbacks() -> list[FabricGuard]:
 
 def _guards(module: str, name: str) -> list[Any]:
     launch = None if switched_off(os.environ, GUARD_SWITCH) else _launch()
-    guard = _made(GUARD_SWITCH, lambda: _load(module, name)(launch)) if launch is not None else None
+    guard = _made_or_warned(GUARD_SWITCH, partial(_make, module, name, launch)) if launch is not None else None
     return [guard] if guard is not None else []
 
 
@@ -152,7 +147,7 @@ def _launch() -> Launch | PartialLaunch | None:
 
 
 def _works_alone() -> bool:
-    """Whether the rank is unknown, and the user says that this is meant, as for the workers of a parallel job."""
+    """Whether the rank is unknown, and the user has switched the guard off, as for the workers of a parallel job."""
     from azureml_strategy.cluster.launchers import detect_ranks
 
     try:
@@ -162,7 +157,7 @@ def _works_alone() -> bool:
     return False
 
 
-def _made(switch: str, make: Callable[[], Made]) -> Made | None:
+def _made_or_warned(switch: str, make: Callable[[], Made]) -> Made | None:
     try:
         return make()
     except LaunchError:
@@ -174,25 +169,22 @@ def _made(switch: str, make: Callable[[], Made]) -> Made | None:
         return None
 
 
-def _load(module: str, name: str) -> Any:
-    """Import a class when it is needed, and not before: most processes that import torch need none of these."""
-    return getattr(import_module(module), name)
+def _make(module: str, name: str, /, *arguments: Any, **named: Any) -> Any:
+    """Import a class or function and call it. Most processes that import torch need none of these modules."""
+    return getattr(import_module(module), name)(*arguments, **named)
 
 
-def _termination() -> Callback:
-    from azureml_strategy.preemption.termination import TerminateTogether
-
-    return TerminateTogether()
+_termination = partial(_make, "azureml_strategy.preemption.termination", "TerminateTogether")
 
 
-def _checkpoint_word() -> str:
+def _checkpoint_switch() -> str:
     return os.environ.get(CHECKPOINT_SWITCH, "").strip().lower()
 
 
 def _checkpoint(launch: Launch | PartialLaunch | None = None) -> Callback | None:
     from azureml_strategy.cluster.job import read_job
 
-    word = _checkpoint_word()
+    word = _checkpoint_switch()
     job = None if word else read_job()
     if not word and (job is None or job.attempt == 0):
         return None
@@ -200,7 +192,6 @@ def _checkpoint(launch: Launch | PartialLaunch | None = None) -> Callback | None
 
     if not word:
         return RestartNotice()
-
     if word not in WORDS:
         if launch is None or launch.rank == 0:
             log.warning(
@@ -214,13 +205,13 @@ def _checkpoint(launch: Launch | PartialLaunch | None = None) -> Callback | None
 
 
 # switch: function that makes the callback, if it is asked for
-_PARTS: dict[str, Callable[[Launch | PartialLaunch], Callback | None]] = {
-    GUARD_SWITCH: lambda launch: _load("azureml_strategy.cluster.guard", "LaunchGuard")(launch),
-    HANG_WATCH_SWITCH: lambda _: _load("azureml_strategy.hang_detection", "HangWatch")(),
+_MAKERS: dict[str, Callable[[Launch | PartialLaunch], Callback | None]] = {
+    GUARD_SWITCH: partial(_make, "azureml_strategy.cluster.guard", "LaunchGuard"),
+    HANG_WATCH_SWITCH: lambda _: _make("azureml_strategy.hang_detection", "HangWatch"),
     TERMINATION_SWITCH: lambda _: _termination(),
-    NETWORK_RECORD_SWITCH: lambda _: _load("azureml_strategy.tracking.network", "NetworkRecorder")(),
-    DATA_CHECK_SWITCH: lambda _: _load("azureml_strategy.strategies.replica_check.data_check", "DataCheck")(),
-    REPLICA_CHECK_SWITCH: lambda _: _load("azureml_strategy.strategies.replica_check", "ReplicaCheck")(),
+    NETWORK_RECORD_SWITCH: lambda _: _make("azureml_strategy.tracking.network", "NetworkRecorder"),
+    DATA_CHECK_SWITCH: lambda _: _make("azureml_strategy.strategies.replica_check.data_check", "DataCheck"),
+    REPLICA_CHECK_SWITCH: lambda _: _make("azureml_strategy.strategies.replica_check", "ReplicaCheck"),
     CHECKPOINT_SWITCH: _checkpoint,
 }
 
@@ -228,16 +219,14 @@ _PARTS: dict[str, Callable[[Launch | PartialLaunch], Callback | None]] = {
 def _register(strategies: ModuleType) -> None:
     """Register functions instead of classes: Lightning may be half imported here, even by this package itself."""
     for name, (kind, description, arguments) in _STRATEGIES.items():
-        make = partial(_make_strategy, "azureml_strategy.strategies", kind)
+        make = partial(_make, "azureml_strategy.strategies", kind)
         strategies.StrategyRegistry.register(name, make, description=description, **arguments)
-    make_ddp = partial(_make_strategy, "azureml_strategy.strategies", "AzureMLDDPStrategy")
+    make_ddp = partial(_make, "azureml_strategy.strategies", "AzureMLDDPStrategy")
     _replace_in_jobs(strategies.StrategyRegistry, make_ddp)
 
 
 def _register_in_fabric(strategies: ModuleType) -> None:
-    make_of = {
-        kind: partial(_make_strategy, "azureml_strategy.strategies.fabric", its) for kind, its in _IN_FABRIC.items()
-    }
+    make_of = {kind: partial(_make, "azureml_strategy.strategies.fabric", its) for kind, its in _IN_FABRIC.items()}
     for name, (kind, description, arguments) in _STRATEGIES.items():
         make = make_of.get(kind, _refuse_in_fabric)
         strategies.STRATEGY_REGISTRY.register(name, make, description=description, **arguments)
@@ -263,14 +252,15 @@ def _ours_in_job(ours: Callable[..., Any], stock: Callable[..., Any], **argument
 def _take_launch_for_mpi(connector: ModuleType) -> None:
     """Let a Trainer or Fabric of a job take its ranks from the launch, where it would ask MPI.
 
-    For a strategy that is given by its name, Lightning chooses the source of ranks first. It asks MPIEnvironment, which
-    starts MPI wherever mpi4py is installed, whoever has started the job; and where MPI is broken, as in an image
-    without ssh, MPI_Init ends the process before any error in Python. `AzureMLEnvironment` gives the same ranks.
+    If a strategy is given by its name, Lightning chooses the source of ranks before it makes the strategy. It asks
+    MPIEnvironment, which starts MPI wherever mpi4py is installed, even if mpirun has not started the job. Where MPI is
+    broken, as in an image without ssh, MPI_Init ends the process before any error in Python. `AzureMLEnvironment` gives
+    the same ranks.
     """
     stock = connector.MPIEnvironment
 
     class LaunchOrMPI:
-        """Stands for MPIEnvironment in Lightning's list of environments; outside a job it is that one."""
+        """Replaces MPIEnvironment in Lightning's list of environments. Outside a job it makes a MPIEnvironment."""
 
         def __new__(cls) -> Any:
             if _asks_mpi():
@@ -281,7 +271,7 @@ def _take_launch_for_mpi(connector: ModuleType) -> None:
 
         @staticmethod
         def detect() -> bool:
-            # Where MPI would know of other processes: a stock strategy has had its ranks from there.
+            # In a job it is chosen where MPI knows of other processes. There a stock strategy took its ranks from MPI.
             return bool(stock.detect()) if _asks_mpi() else _started_by_mpirun()
 
     connector.MPIEnvironment = LaunchOrMPI  # type: ignore[attr-defined]
@@ -303,10 +293,6 @@ def _register_refusals(strategies: ModuleType) -> None:
     """Register a refusal: `pytorch_lightning` is a copy of Lightning with its own classes, where ours cannot work."""
     for name in _STRATEGIES:
         strategies.StrategyRegistry.register(name, _refuse, description="needs the `lightning` package")
-
-
-def _make_strategy(module: str, kind: str, **arguments: Any) -> Any:
-    return _load(module, kind)(**arguments)
 
 
 def _refuse(**arguments: Any) -> NoReturn:

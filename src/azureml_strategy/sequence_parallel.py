@@ -39,7 +39,7 @@ class SequenceGroup:
 
         Args:
             tensor: `(N, T, ...)`, the same on each rank.
-            fill: stands for the tokens behind the last, where the ranks cannot have equally many.
+            fill: value of the tokens that are added at the end, so that all ranks have equally many.
 
         Returns:
             `(N, ceil(T / ranks), ...)`.
@@ -50,11 +50,11 @@ class SequenceGroup:
         return tensor.chunk(self.size, dim=1)[self.rank].contiguous()
 
     def whole(self, part: Tensor, length: int) -> Tensor:
-        """Return all tokens, of which each rank gives its part.
+        """Return all tokens. Each rank gives its part.
 
         Args:
             part: `(N, T / ranks, ...)`.
-            length: tokens of the sequence, without those that `part` has filled in.
+            length: tokens of the sequence, without those that `part` has added.
 
         Returns:
             `(N, length, ...)`, the same on each rank.
@@ -89,14 +89,14 @@ class SequenceGroup:
         return _exchanged(blocks.contiguous(), self.group).permute(1, 0, 2, 3, 4).flatten(1, 2)
 
     def mean(self, loss: Tensor) -> Tensor:
-        """Return the mean over the ranks. Its gradient is that of this rank's own loss, of a strategy's average.
+        """Return the mean over the ranks. Its gradient is that of this rank's loss: the strategy averages gradients.
 
         Args:
             loss: of this rank's tokens, without dimensions.
         """
         mean = loss.detach().clone()
         dist.all_reduce(mean, group=self.group)
-        return mean / self.size + (loss - loss.detach())  # to the last bit the same on each rank, for what it decides
+        return mean / self.size + (loss - loss.detach())  # equal on all ranks to the last bit: callbacks decide by it
 
 
 def _exchanged(blocks: Tensor, group: ProcessGroup) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from azureml_strategy.cluster.environ import (
@@ -46,9 +46,7 @@ _OF_MPIRUN = re.compile(
 # Our variables that stay in the environment: the user sets them, or they belong to settings that stay.
 _KEPT = (*SWITCHES, EVENTS_VARIABLE, PLANNED_VARIABLES)
 
-
-# The cluster name of an emulated job.
-_CLUSTER = "emulated"
+_CLUSTER = "emulated"  # name of the cluster of an emulated job
 
 
 @dataclass(frozen=True)
@@ -70,15 +68,10 @@ class EmulatedRun:
 
 @dataclass(frozen=True)
 class EmulatedAttempt:
-    """One attempt of an emulated job: its number and the kind of its nodes.
+    """One attempt of an emulated job."""
 
-    Attributes:
-        number: number of previous attempts.
-        priority: priority of the nodes, as Azure ML writes it: `Dedicated` or `LowPriority`.
-    """
-
-    number: int = 0
-    priority: str = "Dedicated"
+    number: int = 0  # of previous attempts
+    priority: str = "Dedicated"  # of the nodes, as Azure ML writes it: or `LowPriority`
 
 
 def azure_variables(
@@ -93,9 +86,9 @@ def azure_variables(
 
     Args:
         launch: this process's place in the job.
-        distribution: `pytorch`, `mpi`, `tensorflow`, or `none` for a job without a `distribution` block.
+        distribution: one of `DISTRIBUTIONS`; `none` is a job without a `distribution` block.
         addresses: the address of each node, node 0 first.
-        run: the run the job belongs to.
+        run: the run that the job belongs to.
         port: MASTER_PORT under `mpi` and `tensorflow`. Azure ML does not set it there, but a job may.
         attempt: the attempt of the job.
     """
@@ -103,17 +96,13 @@ def azure_variables(
     return {
         **_job_variables(launch, run, attempt),
         **_node_variables(launch, addresses),
-        **_LAUNCHERS[distribution](launch, addresses),
+        **_launcher_variables(launch, distribution, addresses),
         **given,
     }
 
 
 def without_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment as a shell outside any job has it, with all settings of the user's.
-
-    Args:
-        environ: that of a shell, inside another job or outside of any.
-    """
+    """Return the environment of a shell as it is outside any job, with all settings of the user's."""
     families = [_FAMILIES]
     families += [_PATHS_OF_A_JOB] * in_azure_ml(environ)
     families += [_OF_MPIRUN] * ("OMPI_COMM_WORLD_RANK" in environ)
@@ -129,11 +118,7 @@ EMULATED_TAG = "azureml_strategy.emulated"
 
 
 def is_emulated(environ: Mapping[str, str]) -> bool:
-    """Tell whether a process belongs to an emulated job, whose nodes share the disks of one machine.
-
-    Args:
-        environ: its environment.
-    """
+    """Tell whether a process belongs to an emulated job, whose nodes share the disks of one machine."""
     return environ.get("AZ_BATCHAI_CLUSTER_NAME") == _CLUSTER
 
 
@@ -177,42 +162,32 @@ def _node_variables(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
     return variables
 
 
-def _pytorch(launch: Launch) -> dict[str, str]:
-    return {
-        "MASTER_ADDR": launch.main_address,
-        "MASTER_PORT": str(launch.main_port),
-        "WORLD_SIZE": str(launch.world_size),
-        "NODE_RANK": str(launch.node_rank),
-        "RANK": str(launch.rank),
-        "LOCAL_RANK": str(launch.local_rank),
-    }
-
-
-def _mpi(launch: Launch) -> dict[str, str]:
-    return {
-        "OMPI_COMM_WORLD_RANK": str(launch.rank),
-        "OMPI_COMM_WORLD_SIZE": str(launch.world_size),
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(launch.local_rank),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": str(launch.local_world_size),
-        "OMPI_COMM_WORLD_NODE_RANK": str(launch.local_rank),  # Open MPI counts within the node here too
-        "OMPI_UNIVERSE_SIZE": str(launch.world_size),
-        "AZ_BATCHAI_TASK_INDEX": str(launch.rank),
-    }
-
-
-def _tensorflow(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
+def _launcher_variables(launch: Launch, distribution: str, addresses: Sequence[str]) -> dict[str, str]:
     workers = [f"{address}:{2222 + i}" for address in addresses for i in range(launch.local_world_size)]
-    config = {
+    tensorflow = {
         "cluster": {"worker": workers, "ps": []},
         "task": {"type": "worker", "index": launch.rank},
         "environment": "cloud",
     }
-    return {"TF_CONFIG": json.dumps(config)}
-
-
-_LAUNCHERS: dict[str, Callable[[Launch, Sequence[str]], dict[str, str]]] = {
-    "pytorch": lambda launch, addresses: _pytorch(launch),
-    "mpi": lambda launch, addresses: _mpi(launch),
-    "tensorflow": _tensorflow,
-    "none": lambda launch, addresses: {},
-}
+    variables: dict[str, dict[str, str | int]] = {
+        "pytorch": {
+            "MASTER_ADDR": launch.main_address,
+            "MASTER_PORT": launch.main_port,
+            "WORLD_SIZE": launch.world_size,
+            "NODE_RANK": launch.node_rank,
+            "RANK": launch.rank,
+            "LOCAL_RANK": launch.local_rank,
+        },
+        "mpi": {
+            "OMPI_COMM_WORLD_RANK": launch.rank,
+            "OMPI_COMM_WORLD_SIZE": launch.world_size,
+            "OMPI_COMM_WORLD_LOCAL_RANK": launch.local_rank,
+            "OMPI_COMM_WORLD_LOCAL_SIZE": launch.local_world_size,
+            "OMPI_COMM_WORLD_NODE_RANK": launch.local_rank,  # Open MPI counts within the node here too
+            "OMPI_UNIVERSE_SIZE": launch.world_size,
+            "AZ_BATCHAI_TASK_INDEX": launch.rank,
+        },
+        "tensorflow": {"TF_CONFIG": json.dumps(tensorflow)},
+        "none": {},
+    }
+    return {name: str(value) for name, value in variables[distribution].items()}

@@ -23,7 +23,7 @@ CHECKPOINT_SWITCH = "AZUREML_STRATEGY_CHECKPOINT"
 CLI_CONFIG_SWITCH = "AZUREML_STRATEGY_CLI_CONFIG"
 TRACKING_SWITCH = "AZUREML_STRATEGY_TRACKING"
 THROUGHPUT_SWITCH = "AZUREML_STRATEGY_THROUGHPUT"
-# Leaves Lightning's own "ddp" as it is. It is no callback: in a job, "ddp" is ours, without a change of the script.
+# Keeps Lightning's own "ddp", which is otherwise our strategy in a job. It belongs to no callback.
 LAUNCH_SWITCH = "AZUREML_STRATEGY_LAUNCH"
 # Leaves out the page of a recipe's run.
 PAGE_SWITCH = "AZUREML_STRATEGY_PAGE"
@@ -31,16 +31,8 @@ PAGE_SWITCH = "AZUREML_STRATEGY_PAGE"
 CALLBACKS_SWITCH = "AZUREML_STRATEGY_CALLBACKS"
 SWITCHES = (
     *(GUARD_SWITCH, HANG_WATCH_SWITCH, TERMINATION_SWITCH, NETWORK_RECORD_SWITCH, DATA_CHECK_SWITCH),
-    *(
-        REPLICA_CHECK_SWITCH,
-        CHECKPOINT_SWITCH,
-        CLI_CONFIG_SWITCH,
-        TRACKING_SWITCH,
-        THROUGHPUT_SWITCH,
-        LAUNCH_SWITCH,
-        PAGE_SWITCH,
-    ),
-    CALLBACKS_SWITCH,
+    *(REPLICA_CHECK_SWITCH, CHECKPOINT_SWITCH, CLI_CONFIG_SWITCH, TRACKING_SWITCH, THROUGHPUT_SWITCH, LAUNCH_SWITCH),
+    *(PAGE_SWITCH, CALLBACKS_SWITCH),
 )
 
 # Azure Batch itself uses this port on the master node (`AZ_BATCH_MASTER_NODE=10.0.0.4:6000`).
@@ -49,7 +41,7 @@ BATCH_PORT = 6000
 DEFAULT_PORT = 6105
 # Address to poll for Scheduled Events, on any machine, instead of Azure's own; `off` turns polling off.
 EVENTS_VARIABLE = "AZUREML_STRATEGY_SCHEDULED_EVENTS"
-# The variables of communication that a plan has set in this process or its parent, as JSON: none of the user's.
+# The variables of communication that a plan, not the user, has set in this process or its parent, as JSON.
 PLANNED_VARIABLES = "AZUREML_STRATEGY_PLANNED"
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
 _INITIAL_ENVIRON = "/proc/self/environ"
@@ -60,12 +52,7 @@ _COUNTS = (NODE_COUNT, "NODE_COUNT")  # the second on the Singularity back end
 _KUBERNETES_COUNTS = ("AMLARC_NUM_WORKER", "VC_WORKER_NUM")  # Azure Arc and AKS: one pod is one node
 _INDICES = ("AZUREML_CR_NODE_RANK", "VK_TASK_INDEX", "VC_TASK_INDEX")
 # In order of precedence. Some hold the address alone, others add Batch's port, which `host_of` removes.
-_MASTERS = (
-    "AZ_BATCH_MASTER_NODE",
-    "AZ_BATCHAI_MPI_MASTER_NODE",
-    "AZ_BATCHAI_JOB_MASTER_NODE_IP",
-    "MASTER_IP",
-)
+_MASTERS = ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE", "AZ_BATCHAI_JOB_MASTER_NODE_IP", "MASTER_IP")
 NODE_VARIABLES = (*_COUNTS, "AZ_BATCH_HOST_LIST", "AZ_BATCH_NODE_LIST", *_KUBERNETES_COUNTS)
 ADDRESS_VARIABLES = ("MASTER_ADDR", *_MASTERS)
 # All that this module reads for a launch, and the prefixes of names whose presence shows a job.
@@ -75,13 +62,8 @@ VARIABLES = (
 )
 JOB_PREFIXES = ("AZ_BATCHAI_", "AMLARC_")
 _PREFIX = "AZUREML_STRATEGY_"
-# Those that other rooms read.
-_OTHERS = (
-    "RESUME",
-    "LAUNCHER",
-    "MAX_SAMPLES",
-    *(f"PRICE_{each}" for each in ("PER_HOUR", "CURRENCY", "SOURCE", "DATE")),
-)
+# Variables that other rooms read.
+_OTHERS = ("RESUME", "LAUNCHER", "MAX_SAMPLES", "PRICE_PER_HOUR", "PRICE_CURRENCY", "PRICE_SOURCE", "PRICE_DATE")
 _PRICE = f"{_PREFIX}PRICE_PER_HOUR"
 KNOWN = (*SWITCHES, EVENTS_VARIABLE, PLANNED_VARIABLES, *(f"{_PREFIX}{each}" for each in _OTHERS))
 # These take other words than `off`. The code that reads them warns of a wrong word.
@@ -97,12 +79,7 @@ class LaunchError(RuntimeError):
 
 
 def switched_off(environ: Mapping[str, str], switch: str) -> bool:
-    """Whether a callback's own switch is off, or the switch of all callbacks.
-
-    Args:
-        environ: variables and their values.
-        switch: the name of the callback's own switch.
-    """
+    """Whether a callback's own switch is off, or the switch of all callbacks."""
     return any(environ.get(name, "").strip().lower() == "off" for name in (switch, CALLBACKS_SWITCH))
 
 
@@ -180,11 +157,8 @@ def required_number(environ: Mapping[str, str], name: str, why: str) -> int:
 
 def first_number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
     """Read the first of the variables that is set, as a number; None if none is set."""
-    for name in names:
-        value = whole_number(environ, name)
-        if value is not None:
-            return value
-    return None
+    numbers = (whole_number(environ, name) for name in names)
+    return next((number for number in numbers if number is not None), None)
 
 
 def is_placeholder(address: str) -> bool:
@@ -208,10 +182,8 @@ def host_of(address: str) -> str:
 def main_port(environ: Mapping[str, str], *, trusted: bool) -> int:
     """Return the rendezvous port on node 0; never 6000, which Azure Batch uses there.
 
-    Args:
-        environ: the process's environment.
-        trusted: whether MASTER_PORT can come from the platform or the user. If MASTER_ADDR is 127.0.0.1, Lightning
-            has drawn MASTER_PORT at random in each process.
+    MASTER_PORT is `trusted` if it can come from the platform or the user. If MASTER_ADDR is 127.0.0.1, Lightning has
+    drawn MASTER_PORT at random in each process.
 
     Raises:
         LaunchError: MASTER_PORT is not a TCP port.
@@ -257,11 +229,8 @@ def declared_node_rank(environ: Mapping[str, str]) -> int | None:
 def main_address(environ: Mapping[str, str], num_nodes: int, *, given_by_platform: bool = False) -> str:
     """Return the host of global rank 0, without a port.
 
-    Args:
-        environ: the process's environment.
-        num_nodes: nodes in the job.
-        given_by_platform: whether the launcher sets MASTER_ADDR. If it does not, a script or a library wrote it,
-            possibly each node its own address, so Azure Batch's variables take precedence.
+    Unless the launcher sets MASTER_ADDR (`given_by_platform`), a script or a library wrote it, possibly each node its
+    own address. Then Azure Batch's variables take precedence.
 
     Raises:
         LaunchError: the job has several nodes, and no variable names the first one.
@@ -292,7 +261,7 @@ def variables_without_effect(environ: Mapping[str, str]) -> list[str]:
     for name in sorted(name for name in environ if name.upper().startswith(_PREFIX)):
         value = environ[name]
         if name not in KNOWN:
-            found.append(f"{name} is set, and nothing reads it.{_meant(name)}")
+            found.append(f"{name} is set, and nothing reads it.{_suggestion(name)}")
         elif name in SWITCHES and name not in _WITH_WORDS and value.strip().lower() not in (*_MEANS_ON, "off"):
             found.append(f"{name}={value!r} switches nothing off. Write {name}=off, or remove it.")
     if environ.get(_PRICE) and read_price(environ) is None:
@@ -300,7 +269,7 @@ def variables_without_effect(environ: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _meant(name: str) -> str:
+def _suggestion(name: str) -> str:
     from difflib import get_close_matches  # only here
 
     near = get_close_matches(name.upper(), KNOWN, n=1, cutoff=0.85)

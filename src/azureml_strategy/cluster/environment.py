@@ -126,7 +126,7 @@ class AzureMLEnvironment(LightningEnvironment):
         """Compare the numbers of a Trainer or Fabric with the job's.
 
         Raises:
-            LaunchError: they differ; or there is no job, and nothing tells of a second node.
+            LaunchError: they differ; or there is no job, and no variable shows a second node.
         """
         if not self.in_job:
             if num_nodes > 1 and not any(name in os.environ for name in _OTHER_NODES):

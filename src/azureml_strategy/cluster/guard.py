@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 # LightningEnvironment reads these on several nodes. Without them it assumes a single node.
 _LIGHTNING_READS = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-# Packages whose cluster environments read what the platform or Lightning has set.
-_KNOWN = ("lightning", "lightning_fabric", "azureml_strategy")
+# The cluster environments of these packages read variables that the platform or Lightning has set.
+_KNOWN_PACKAGES = ("lightning", "lightning_fabric", "azureml_strategy")
 # A single process may do these alone. The names are Lightning's.
 _EVALUATIONS = ("validate", "test", "predict")
 
@@ -115,17 +115,11 @@ def complete_launch(known: Launch | PartialLaunch) -> Launch:
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes that a Trainer's or Fabric's strategy counts on, to compare with the job's.
+    """The processes that a Trainer's or Fabric's strategy counts on, to compare with the job's."""
 
-    Attributes:
-        strategy: the strategy, with the numbers that Lightning has given it.
-        maker: `Trainer` or `Fabric`.
-        remedy: what to type instead.
-    """
-
-    strategy: Any
-    maker: str
-    remedy: str
+    strategy: Any  # with the numbers that Lightning has given it
+    maker: str  # `Trainer` or `Fabric`
+    remedy: str  # what to type instead
 
     @property
     def num_nodes(self) -> int:
@@ -145,7 +139,7 @@ class Processes:
     @property
     def known(self) -> bool:
         """Whether Lightning's cluster environments or ours give the ranks. Ray Train and others bring their own."""
-        return self.environment is None or type(self.environment).__module__.partition(".")[0] in _KNOWN
+        return self.environment is None or type(self.environment).__module__.partition(".")[0] in _KNOWN_PACKAGES
 
     @property
     def alone(self) -> bool:
@@ -155,12 +149,8 @@ class Processes:
     def check(self, launch: Launch) -> None:
         """Compare them with the job's.
 
-        Args:
-            launch: this process's place in the job.
-
         Raises:
-            LaunchError: their numbers differ, each process would start those of its node again, or the strategy reads
-                ranks other than the job's.
+            LaunchError: as `LaunchGuard.check`.
         """
         if not self.known:
             return
@@ -260,9 +250,6 @@ class FabricGuard(Isolated):
     a distributed training. It is refused when it sets up its first model, unless the process belongs to a group by
     then, and in any case when it steps an optimizer.
 
-    Args:
-        launch: this process's place in the job, as far as it is known before all processes meet.
-
     Raises:
         LaunchError: the Fabric that is being made does not match the job.
     """
@@ -272,9 +259,8 @@ class FabricGuard(Isolated):
     def __init__(self, launch: Launch | PartialLaunch) -> None:
         self._known = launch
         fabric = fabric_in_the_making()
-        processes = self._processes(fabric.strategy) if fabric is not None else None
-        if processes is not None and not processes.alone:
-            self._check(processes)
+        if fabric is not None and not self._processes(fabric.strategy).alone:
+            self._check(self._processes(fabric.strategy))
 
     def on_after_setup(self, fabric: Fabric, module: nn.Module) -> None:
         """Check what sets up a model; Fabric calls this in `setup`."""

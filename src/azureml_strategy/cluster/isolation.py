@@ -25,24 +25,17 @@ _NOT_ISOLATED = "_azureml_strategy_not_isolated"
 
 
 def not_isolated(method: Method) -> Method:
-    """Do not wrap a public method. It is for methods that run at each step and mostly do nothing.
+    """Do not wrap a public method that runs at each step and mostly does nothing.
 
     The wrapper would take some microseconds of each step, more than such a method. What may fail in it must be
     `isolated`.
-
-    Args:
-        method: what cannot fail by itself.
     """
     setattr(method, _NOT_ISOLATED, True)
     return method
 
 
 def isolated(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the faults of a private method of `Isolated` from ending the run. Public methods are isolated anyway.
-
-    Args:
-        method: what may fail.
-    """
+    """Keep the faults of a private method of `Isolated` from ending the run. Public methods are isolated anyway."""
     starts = method.__name__ == "setup"
 
     @functools.wraps(method)
@@ -94,20 +87,16 @@ class Isolated:
         for name in dir(cls):
             owner = next(each for each in cls.__mro__ if name in vars(each))
             member = vars(owner)[name]
-            is_theirs = owner is cls or not (owner is Callback or issubclass(owner, Isolated))
-            if (
-                is_theirs
-                and inspect.isfunction(member)
-                and not name.startswith("_")
-                and not hasattr(member, _NOT_ISOLATED)
-            ):
+            is_method = inspect.isfunction(member) and not name.startswith("_")
+            # Methods of another `Isolated` are wrapped there, and those of Lightning's `Callback` do nothing.
+            is_new = owner is cls or not (owner is Callback or issubclass(owner, Isolated))
+            if is_method and is_new and not hasattr(member, _NOT_ISOLATED):
                 setattr(cls, name, isolated(member))
 
     def _give_up(self, trainer: Trainer | None) -> None:
         """Undo what would otherwise still act on the run after the callback has stopped working.
 
-        Args:
-            trainer: the run's Trainer; None if the method that failed did not get it as an argument.
+        The Trainer is None if the method that failed did not get it as an argument.
         """
 
     def _report(self, method: str, fault: Exception) -> None:
@@ -142,21 +131,11 @@ class IsolatedCallback(Isolated, Callback):
 class CapturedResult(Generic[Value]):
     """Runs an action and keeps its result or its exception, so that this rank still reaches the gather that follows.
 
-    A rank that raised before the gather would make the others wait for it.
-
-    Args:
-        action: what to do.
-
-    Attributes:
-        value: what the action returned; None if it failed.
-        fault: the `Exception` that the action raised, if any.
-
-    Raises:
-        LaunchError: the action raised it.
+    A rank that raised before the gather would make the others wait for it. A `LaunchError` is raised all the same.
     """
 
     def __init__(self, action: Callable[[], Value]) -> None:
-        self.value: Value | None = None
+        self.value: Value | None = None  # None if the action failed
         self.fault: Exception | None = None
         try:
             self.value = action()
@@ -172,11 +151,7 @@ class CapturedResult(Generic[Value]):
 
 
 def run_user_code(action: Callable[[], None]) -> None:
-    """Run the user's code inside one of our callbacks: its exceptions end the run, as the user intends.
-
-    Args:
-        action: the code to run.
-    """
+    """Run the user's code inside one of our callbacks: its exceptions end the run, as the user intends."""
     try:
         action()
     except Exception as error:
@@ -185,13 +160,7 @@ def run_user_code(action: Callable[[], None]) -> None:
 
 
 def fault_text(where: str, switch: str, fault: Exception) -> str:
-    """Return the warning for a fault, with its traceback and without secrets.
-
-    Args:
-        where: what has failed.
-        switch: the environment variable that disables it.
-        fault: the exception.
-    """
+    """Return the warning for a fault of what a switch disables, with its traceback and without secrets."""
     trace = redact_text("".join(traceback.format_exception(fault)))
     return (
         f"{where} of azureml-strategy has failed. The run goes on without it. "

@@ -12,7 +12,9 @@ from typing import Any
 _PREFIX = "AZUREML_STRATEGY_PRICE_"
 # Variables with the number of a node's GPUs, of several back ends.
 _GPU_COUNTS = (
-    *("GPU_PER_NODE_COUNT", "AZ_BATCHAI_NUM_GPUS_PER_NODE", "AZ_BATCHAI_GPU_COUNT"),
+    "GPU_PER_NODE_COUNT",
+    "AZ_BATCHAI_NUM_GPUS_PER_NODE",
+    "AZ_BATCHAI_GPU_COUNT",
     "AMLARC_NUM_GPU_PER_WORKER",
 )
 
@@ -111,20 +113,14 @@ def _priority(environ: Mapping[str, str], context: Mapping[str, Any]) -> str | N
 class Price:
     """The price of one node.
 
-    Attributes:
-        per_hour: price of one node and hour, in `currency`.
-        currency: ISO 4217 code, such as `USD`.
-        source: where the price comes from: `Azure Retail Prices`, or the key that the user has set.
-        date: ISO date on which the source was queried; None for a price that the user has set.
-
     Raises:
         ValueError: the price is negative, infinite or not a number.
     """
 
     per_hour: float
-    currency: str
-    source: str
-    date: str | None = None
+    currency: str  # ISO 4217 code, such as `USD`
+    source: str  # `Azure Retail Prices`, or the key that the user has set
+    date: str | None = None  # ISO date on which the source was queried; None for a price that the user has set
 
     def __post_init__(self) -> None:
         if not 0 <= self.per_hour < math.inf:
@@ -148,12 +144,9 @@ class Price:
 
 
 def read_price(environ: Mapping[str, str] | None = None) -> Price | None:
-    """Read the price from the job's variables; None if there is none.
+    """Read the price from the variables of the job, by default of this process; None if there is none.
 
     An unreadable price counts as absent, because it must not stop training.
-
-    Args:
-        environ: the environment to read; this process's environment by default.
     """
     environ = os.environ if environ is None else environ
     try:

@@ -86,15 +86,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class PartialLaunch:
-    """A launch whose variables do not give the number of nodes, as those that Azure ML documents do not.
-
-    Attributes:
-        rank: global rank.
-        world_size: processes in the job.
-        local_rank: rank within the node; None if no variable gives it.
-        node_rank: index of the node; None if no variable gives it.
-        main_address: host of global rank 0.
-        main_port: rendezvous port on that host.
+    """What is known of a `Launch` without the number of nodes, which Azure ML's documented variables do not give.
 
     Raises:
         LaunchError: the rank is not below the world size.
@@ -102,8 +94,8 @@ class PartialLaunch:
 
     rank: int
     world_size: int
-    local_rank: int | None
-    node_rank: int | None
+    local_rank: int | None  # None if no variable gives it
+    node_rank: int | None  # likewise
     main_address: str
     main_port: int
 
@@ -116,12 +108,7 @@ class PartialLaunch:
 
 
 class UnknownNodesError(LaunchError):
-    """No variable gives the number of nodes. `learn_launch` asks the other ranks for it.
-
-    Args:
-        message: which variables are set, and what to type.
-        known: the rest of the launch.
-    """
+    """No variable gives the number of nodes. `learn_launch` asks the other ranks for it. `known` is the rest."""
 
     def __init__(self, message: str, known: PartialLaunch) -> None:
         super().__init__(message)

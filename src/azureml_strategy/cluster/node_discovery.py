@@ -69,8 +69,8 @@ def learn_launch(timeout: timedelta | None = None) -> Launch | None:
         timeout: how long to wait for the other ranks; by default 30 minutes, as torch's process groups do.
 
     Raises:
-        LaunchError: as `detect_launch`; or ranks are missing, or what they tell contradicts. Then the message names
-            them and is the same on all ranks that came.
+        LaunchError: as `detect_launch`; or ranks are missing, or their reports contradict one another. Then the
+            message names them and is the same on all ranks that connected.
     """
     with _one_at_a_time:
         try:
@@ -82,14 +82,16 @@ def learn_launch(timeout: timedelta | None = None) -> Launch | None:
 
 
 def _ask(known: PartialLaunch, timeout: timedelta) -> int:
-    own = _Place(known.rank, known.world_size, known.local_rank, known.node_rank, socket.gethostname(), os.getpid())
+    own_place = _Place(
+        known.rank, known.world_size, known.local_rank, known.node_rank, socket.gethostname(), os.getpid()
+    )
     if _group_runs(known.world_size):
-        places = _gather_places(own, timeout)
+        places = _gather_places(own_place, timeout)
         answer: dict[str, Any] = {"error": _contradiction(places), "nodes": _nodes(places)}
     elif known.rank == 0:
-        answer = _lead(own, known, timeout)
+        answer = _gather_as_rank_0(own_place, known, timeout)
     else:
-        answer = _follow(own, known, timeout)
+        answer = _ask_rank_0(own_place, known, timeout)
     if answer["error"] is not None:
         raise LaunchError(answer["error"])
     return int(answer["nodes"])
@@ -97,44 +99,46 @@ def _ask(known: PartialLaunch, timeout: timedelta) -> int:
 
 def _group_runs(world_size: int) -> bool:
     """Whether the script has started a process group of all ranks itself, whose store has the port."""
-    dist = sys.modules.get("torch.distributed")
-    running = dist is not None and dist.is_available() and dist.is_initialized()
-    return running and dist is not None and dist.get_world_size() == world_size
+    dist: Any = sys.modules.get("torch.distributed")
+    return bool(dist and dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size)
 
 
-def _gather_places(own: _Place, timeout: timedelta) -> list[_Place]:
+def _gather_places(own_place: _Place, timeout: timedelta) -> list[_Place]:
     import torch.distributed as dist
 
     # Not through the script's group: NCCL would need each rank's device, which nobody has chosen yet.
     group = dist.new_group(backend="gloo", timeout=timeout)
-    places: list[Any] = [None] * own.world_size
-    dist.all_gather_object(places, own, group=group)
+    places: list[Any] = [None] * own_place.world_size
+    dist.all_gather_object(places, own_place, group=group)
     dist.destroy_process_group(group)
     return places
 
 
-def _lead(own: _Place, known: PartialLaunch, timeout: timedelta) -> dict[str, Any]:
+def _gather_as_rank_0(own_place: _Place, known: PartialLaunch, timeout: timedelta) -> dict[str, Any]:
     """Receive the places of all other ranks, and send them the number of nodes, or an error."""
     deadline = time.monotonic() + timeout.total_seconds()
-    came: dict[_Place, socket.socket] = {}
-    with ExitStack() as connections:
+    connected: dict[_Place, socket.socket] = {}
+    with ExitStack() as stack:
         with _listening(known) as listener:
-            while 1 + len(came) < own.world_size and (connection := _accept(listener, deadline, [own, *came])):
-                connections.enter_context(connection)
+            while 1 + len(connected) < own_place.world_size and (
+                connection := _accept(listener, deadline, [own_place, *connected])
+            ):
+                stack.enter_context(connection)
                 place = _receive_place(connection)
                 if place is not None:
-                    came[place] = connection  # of its last attempt, if it made several
+                    connected[place] = connection  # of its last attempt, if it made several
         # The port is closed before anyone gets an answer: a rank may go on at once to what opens this port next.
-        places = [own, *came]
-        error = _contradiction(places) if len(places) == own.world_size else _absence(known, places, timeout)
+        places = [own_place, *connected]
+        is_complete = len(places) == known.world_size
+        error = _contradiction(places) if is_complete else _timeout_error(known, places, timeout)
         answer = {"error": error, "nodes": _nodes(places)}
-        for connection in came.values():
+        for connection in connected.values():
             with suppress(OSError):  # it has given up
                 connection.sendall(_line(answer))
         return answer
 
 
-def _accept(listener: socket.socket, deadline: float, came: Sequence[_Place]) -> socket.socket | None:
+def _accept(listener: socket.socket, deadline: float, connected: Sequence[_Place]) -> socket.socket | None:
     """Return the next connection; None if there was none in time. Log every minute which ranks are missing."""
     while (left := deadline - time.monotonic()) > 0:
         listener.settimeout(min(left, _REMIND_SECONDS))
@@ -144,7 +148,7 @@ def _accept(listener: socket.socket, deadline: float, came: Sequence[_Place]) ->
             log.warning(
                 "No variable gives the number of nodes, so all ranks must tell where they are before training starts. "
                 "Still waiting for %s. If they make no Trainer, %s.",
-                _missing(came),
+                _missing_ranks(connected),
                 _ADVICE,
             )
     return None
@@ -174,15 +178,15 @@ def _receive_place(connection: socket.socket) -> _Place | None:
         return None
 
 
-def _follow(own: _Place, known: PartialLaunch, timeout: timedelta) -> dict[str, Any]:
+def _ask_rank_0(own_place: _Place, known: PartialLaunch, timeout: timedelta) -> dict[str, Any]:
     address = known.main_address, known.main_port
     deadline = time.monotonic() + timeout.total_seconds()
     while (left := deadline - time.monotonic()) > 0:
         with suppress(OSError), socket.create_connection(address, timeout=min(left, _CONNECT_SECONDS)) as connection:
-            line = _report_to_rank_0(connection, own, deadline)
+            line = _report_to_rank_0(connection, own_place, deadline)
             if line is not None and not line.endswith(b"\n"):
                 raise LaunchError(
-                    f"Rank {own.rank} lost rank 0 (node 0, {known.main_address}:{known.main_port}) while the ranks "
+                    f"Rank {known.rank} lost rank 0 (node 0, {known.main_address}:{known.main_port}) while the ranks "
                     "told one another how many nodes there are. Look at rank 0's log (user_logs/std_log_process_0.txt)."
                 )
             if line is not None:
@@ -190,14 +194,14 @@ def _follow(own: _Place, known: PartialLaunch, timeout: timedelta) -> dict[str, 
                 return answer
         time.sleep(_PAUSE_SECONDS)
     raise LaunchError(
-        f"No variable gives the number of nodes, and rank {own.rank} on {own.host} found no rank 0 at "
+        f"No variable gives the number of nodes, and rank {own_place.rank} on {own_place.host} found no rank 0 at "
         f"{address[0]}:{address[1]} within {timeout} to learn it: rank 0 (node 0) has not started, makes no Trainer, "
         "has failed, or cannot be reached. Look at rank 0's log (user_logs/std_log_process_0.txt), and see that "
         f"MASTER_ADDR is an address of node 0 that the other nodes reach. Or {_ADVICE}."
     )
 
 
-def _report_to_rank_0(connection: socket.socket, own: _Place, deadline: float) -> bytes | None:
+def _report_to_rank_0(connection: socket.socket, own_place: _Place, deadline: float) -> bytes | None:
     """Send this rank's place to rank 0. Return its answer; b"" if it went away; None if this is not rank 0."""
     # Rank 0 may be gone without a word, as when its node loses power.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -205,7 +209,7 @@ def _report_to_rank_0(connection: socket.socket, own: _Place, deadline: float) -
         if lines.readline(_LONGEST_LINE) != _GREETING:
             return None
         try:
-            connection.sendall(_line(asdict(own)))
+            connection.sendall(_line(asdict(own_place)))
             connection.settimeout(max(deadline - time.monotonic(), 0) + _GRACE_SECONDS)
             return lines.readline()
         except OSError:
@@ -224,23 +228,23 @@ def _contradiction(places: Sequence[_Place]) -> str | None:
     """Say why these cannot be the ranks of a job; None if they are."""
     processes = len(places) // _nodes(places)
     different = len({place.rank for place in places}) == len(places)
-    if different and all(_fits(place, processes, len(places)) for place in places):
+    if different and all(_has_right_place(place, processes, len(places)) for place in places):
         return None
     nodes = dict.fromkeys(place.node_rank for place in sorted(places, key=lambda place: place.rank))
     return (
         "No variable gives the number of nodes, and what the ranks tell of their places contradicts: "
-        f"{'; '.join(_described([place for place in places if place.node_rank == node]) for node in nodes)}. Every "
+        f"{'; '.join(_in_words([place for place in places if place.node_rank == node]) for node in nodes)}. Every "
         "node must have the same number of processes, and their ranks must follow one another. Remove what sets RANK, "
         f"WORLD_SIZE, LOCAL_RANK or NODE_RANK in the job or the script; or remove NODE_RANK, and {_ADVICE}."
     )
 
 
-def _fits(place: _Place, processes: int, world_size: int) -> bool:
+def _has_right_place(place: _Place, processes: int, world_size: int) -> bool:
     node_rank, local_rank = divmod(place.rank, processes)
     return (place.node_rank, place.world_size) == (node_rank, world_size) and place.local_rank in (None, local_rank)
 
 
-def _described(node: Iterable[_Place]) -> str:
+def _in_words(node: Iterable[_Place]) -> str:
     """The places that the ranks of one node have reported, in words."""
     places = sorted(node, key=lambda place: place.rank)
     node_rank = places[0].node_rank
@@ -253,16 +257,16 @@ def _described(node: Iterable[_Place]) -> str:
     )
 
 
-def _absence(known: PartialLaunch, places: Sequence[_Place], timeout: timedelta) -> str:
+def _timeout_error(known: PartialLaunch, places: Sequence[_Place], timeout: timedelta) -> str:
     return (
         f"No variable gives the number of nodes, and only {len(places)} of {known.world_size} ranks came to "
         f"{known.main_address}:{known.main_port} within {timeout} to tell where they are. Missing: "
-        f"{_missing(places)}. Look at their logs "
+        f"{_missing_ranks(places)}. Look at their logs "
         "(user_logs/std_log_process_RANK.txt): a process that failed before this point or makes no Trainer, a node "
         "that never started, or a network that keeps it from the address does this. If they make no Trainer, "
         f"{_ADVICE}."
     )
 
 
-def _missing(came: Sequence[_Place]) -> str:
-    return rank_names(sorted(set(range(came[0].world_size)) - {place.rank for place in came}))
+def _missing_ranks(connected: Sequence[_Place]) -> str:
+    return rank_names(sorted(set(range(connected[0].world_size)) - {place.rank for place in connected}))

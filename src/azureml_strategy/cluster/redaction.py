@@ -130,23 +130,20 @@ _SUBSCRIPTION = re.compile(r"(?i)(?<=/subscriptions/)[^/\s]+")
 
 
 def redact_text(text: str, environ: Mapping[str, str] | None = None) -> str:
-    """Return the text without secrets and without subscription ids.
+    """Return a text, such as a traceback or an answer of a service, without secrets and without subscription ids.
 
-    Args:
-        text: any text: a line, a traceback, an address, an answer of a service.
-        environ: the values of its variables with secret names are redacted wherever they occur; by default this
-            process's environment.
+    The values of variables with secret names, by default of this process, are redacted wherever they occur.
     """
-    return _SUBSCRIPTION.sub(REDACTED, _without(text, environ, private=True))
+    return _SUBSCRIPTION.sub(REDACTED, _redacted(text, environ, private=True))
 
 
 def without_secrets(text: str, environ: Mapping[str, str] | None = None) -> str:
     """Like `redact_text`, but keeps private values, such as the subscription in the address of a data asset."""
-    return _without(text, environ, private=False)
+    return _redacted(text, environ, private=False)
 
 
-def _without(text: str, environ: Mapping[str, str] | None, *, private: bool) -> str:
-    values = _values_of(os.environ if environ is None else environ, private=private)
+def _redacted(text: str, environ: Mapping[str, str] | None, *, private: bool) -> str:
+    values = _pattern_of_values(os.environ if environ is None else environ, private=private)
     text = values.sub(REDACTED, text) if values else text
     lower = text.lower()
     for needles, pattern, replacement in _FORMS:
@@ -154,18 +151,14 @@ def _without(text: str, environ: Mapping[str, str] | None, *, private: bool) -> 
             text = pattern.sub(replacement, text)
     if _LONG_WORD.search(text):
         text = _TOKENS.sub(REDACTED, text)
-    return "".join(_without_named(text))
+    return "".join(_redacted_by_name(text))
 
 
 def redact(name: str, value: Any, environ: Mapping[str, str] | None = None) -> Any:
-    """Return the value of a name, of a configuration key say, without secrets. Recurses into lists and dictionaries.
+    """Return the value of a name, such as a configuration key, without secrets. Lists and dictionaries are copied.
 
-    Args:
-        name: the name of the value. Under a secret or private name, the whole text or number is redacted. The values
-            of a dictionary go by their own keys.
-        value: text, or a list or dictionary of texts. Other values are returned as they are, unless the name redacts
-            them.
-        environ: as in `redact_text`.
+    Under a secret or private name, the whole text or number is redacted. The values of a dictionary go by their own
+    keys. Otherwise only texts change, as by `redact_text`.
     """
     if isinstance(value, Mapping):
         return {key: redact(str(key), each, environ) for key, each in value.items()}
@@ -180,12 +173,7 @@ def redact(name: str, value: Any, environ: Mapping[str, str] | None = None) -> A
 
 
 def remember_secrets(name: str, value: Any) -> None:
-    """From now on, redact the secrets of a configuration wherever they occur in a text.
-
-    Args:
-        name: the name of the value. Only texts under a secret name are remembered.
-        value: text, or a list or dictionary of texts at any depth.
-    """
+    """From now on, redact the texts under a secret name of a configuration, at any depth, wherever they occur."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             remember_secrets(str(key), each)
@@ -242,7 +230,7 @@ def _is_harmless(name: str, value: str) -> bool:
     return _NUMBER.fullmatch(value) is not None and not re.search("pass(?!es)|pwd|secret|cred", words)
 
 
-def _without_named(text: str) -> Iterator[str]:
+def _redacted_by_name(text: str) -> Iterator[str]:
     """Yield the text in parts, with the values after secret names redacted."""
     done = 0
     for found in _NAMED.finditer(text):
@@ -258,7 +246,7 @@ def _without_named(text: str) -> Iterator[str]:
     yield text[done:]
 
 
-def _values_of(environ: Mapping[str, str], *, private: bool) -> re.Pattern[str] | None:
+def _pattern_of_values(environ: Mapping[str, str], *, private: bool) -> re.Pattern[str] | None:
     """A pattern of the values of the secret variables, the passwords in addresses, and the remembered secrets."""
     known = is_private_name if private else is_secret_name
     items = copied(environ).items()

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from azureml_strategy.network.findings import Finding, Verdict, total_gbytes
 from azureml_strategy.network.infiniband import HCA
 from azureml_strategy.network.node import Node
-from azureml_strategy.network.sysfs import Interface
 
 # NCCL parses a flag with strtoll, so it reads `true` and `yes` as 0.
 _NUMBER = re.compile(r"\s*[+-]?(\d+)", re.A)
@@ -65,11 +64,12 @@ class _Configured:
 
     settings: Mapping[str, tuple[str, str]]
 
-    def value(self, name: str) -> str | None:
-        return self.settings[name][0] if name in self.settings else None
+    def value(self, name: str) -> str:
+        """The value of a variable; empty if it is not set."""
+        return self.settings[name][0] if name in self.settings else ""
 
     def is_on(self, name: str) -> bool:
-        number = _NUMBER.match(self.value(name) or "")
+        number = _NUMBER.match(self.value(name))
         return number is not None and int(number[1]) != 0
 
     def finding(self, verdict: Verdict, name: str, text: str, advice: str | None = None) -> Finding:
@@ -81,16 +81,9 @@ class _Configured:
 
 
 def find_conflicts(node: Node, configured: Mapping[str, tuple[str, str]], num_nodes: int) -> Iterator[Finding]:
-    """Compare the configured settings with the node's hardware.
+    """Compare the node's hardware with the value and source of each variable, from `configured_settings`.
 
-    Args:
-        node: facts about the node.
-        configured: value and source of each variable, from `configured_settings`.
-        num_nodes: number of nodes of the job.
-
-    Returns:
-        Findings. The verdict `problem` means that InfiniBand is present but will not be used, or that NCCL cannot
-        start.
+    The verdict `problem` means that InfiniBand is present but will not be used, or that NCCL cannot start.
     """
     settings = _Configured(configured)
     if node.usable_hcas:
@@ -108,15 +101,13 @@ def find_conflicts(node: Node, configured: Mapping[str, tuple[str, str]], num_no
 
 
 def _infiniband_off(node: Node, settings: _Configured) -> Iterator[Finding]:
-    off = {
-        "NCCL_IB_DISABLE": settings.is_on("NCCL_IB_DISABLE"),
-        "NCCL_NET": (settings.value("NCCL_NET") or "").lower() == "socket",
-    }
     total = total_gbytes(node)
     rate = f" with {total:g} GB/s" if total else ""
     text = f"{len(node.usable_hcas)} InfiniBand adapter(s){rate} stay unused; {_sockets(node)}."
-    for name in filter(off.get, off):
-        yield settings.finding("problem", name, text)
+    if settings.is_on("NCCL_IB_DISABLE"):
+        yield settings.finding("problem", "NCCL_IB_DISABLE", text)
+    if settings.value("NCCL_NET").lower() == "socket":
+        yield settings.finding("problem", "NCCL_NET", text)
 
 
 def _sockets(node: Node) -> str:
@@ -132,15 +123,13 @@ def _sockets(node: Node) -> str:
 
 def _no_infiniband(node: Node, settings: _Configured) -> Iterator[Finding]:
     ethernet = [hca.name for hca in node.hcas if hca.is_ethernet]
+    text = f"NCCL would take accelerated networking ({', '.join(ethernet)}) for InfiniBand and run RoCE over it."
+    if ethernet and "NCCL_IB_DISABLE" in settings.settings and not settings.is_on("NCCL_IB_DISABLE"):
+        yield settings.finding("warning", "NCCL_IB_DISABLE", text)
     chosen = DeviceFilter.parse(settings.value("NCCL_IB_HCA") or "^")
-    wanted = {
-        "NCCL_IB_DISABLE": settings.value("NCCL_IB_DISABLE") is not None and not settings.is_on("NCCL_IB_DISABLE"),
-        "NCCL_IB_HCA": settings.value("NCCL_IB_HCA") is not None and any(map(chosen.selects, ethernet)),
-    }
-    for name in filter(wanted.get, wanted) if ethernet else ():
-        text = f"NCCL would take accelerated networking ({', '.join(ethernet)}) for InfiniBand and run RoCE over it."
-        yield settings.finding("warning", name, text)
-    if (settings.value("NCCL_NET") or "").lower() == "ib":
+    if any(map(chosen.selects, ethernet)):
+        yield settings.finding("warning", "NCCL_IB_HCA", text)
+    if settings.value("NCCL_NET").lower() == "ib":
         text = "no InfiniBand port is usable here, and NCCL ends with an error where it may use nothing else."
         yield settings.finding("problem", "NCCL_NET", text)
 
@@ -154,29 +143,20 @@ def _adapters(node: Node, settings: _Configured) -> Iterator[Finding]:
     ethernet = [hca.name for hca in node.hcas if hca.is_ethernet and chosen.selects(hca.name, hca.port)]
     present = ", ".join(f"{hca.name}:{hca.port}" for hca in node.usable_hcas)
     if not selected:
-        yield settings.finding(
-            "problem",
-            "NCCL_IB_HCA",
-            f"it selects none of the usable InfiniBand ports ({present}); {_sockets(node)}.",
-        )
+        text = f"it selects none of the usable InfiniBand ports ({present}); {_sockets(node)}."
+        yield settings.finding("problem", "NCCL_IB_HCA", text)
     elif len(selected) < len(node.usable_hcas):
-        yield settings.finding(
-            "warning",
-            "NCCL_IB_HCA",
-            f"it selects {len(selected)} of {len(node.usable_hcas)} usable InfiniBand ports: "
-            f"{total_gbytes(node, selected):g} of {total_gbytes(node):g} GB/s.",
-        )
+        rates = f"{total_gbytes(node, selected):g} of {total_gbytes(node):g} GB/s"
+        text = f"it selects {len(selected)} of {len(node.usable_hcas)} usable InfiniBand ports: {rates}."
+        yield settings.finding("warning", "NCCL_IB_HCA", text)
     if selected and ethernet:
-        yield settings.finding(
-            "warning",
-            "NCCL_IB_HCA",
-            f"it also selects {', '.join(ethernet)}, which is Ethernet: NCCL would mix RoCE with InfiniBand.",
-        )
+        text = f"it also selects {', '.join(ethernet)}, which is Ethernet: NCCL would mix RoCE with InfiniBand."
+        yield settings.finding("warning", "NCCL_IB_HCA", text)
 
 
 def _partitions(node: Node, settings: _Configured) -> Iterator[Finding]:
     """Check that all adapters have their partition key at the same index: NCCL uses one index for all of them."""
-    chosen = DeviceFilter.parse(settings.value("NCCL_IB_HCA") or "")
+    chosen = DeviceFilter.parse(settings.value("NCCL_IB_HCA"))
     by_index: dict[int | None, list[HCA]] = {}
     for hca in node.usable_hcas:
         if chosen.selects(hca.name, hca.port):
@@ -213,29 +193,23 @@ def _gpudirect_off(node: Node, settings: _Configured) -> Iterator[Finding]:
 
 
 def _interfaces(node: Node, settings: _Configured, num_nodes: int) -> Iterator[Finding]:
-    up = [interface for interface in node.interfaces if interface.up]
-    if text := settings.value("NCCL_SOCKET_IFNAME"):
-        chosen = DeviceFilter.parse(text)
-        selected = [interface for interface in up if chosen.selects(interface.name)]
-        yield from _judge_interfaces("NCCL_SOCKET_IFNAME", up, selected, bool(selected), settings, num_nodes)
-    if text := settings.value("GLOO_SOCKET_IFNAME"):
-        # PyTorch splits gloo's list at commas and opens one device for each name, without prefix matching.
-        names = text.split(",")
-        selected = [interface for interface in up if interface.name in names]
-        complete = {interface.name for interface in selected} == set(names)
-        yield from _judge_interfaces("GLOO_SOCKET_IFNAME", up, selected, complete, settings, num_nodes)
-
-
-def _judge_interfaces(
-    name: str, up: list[Interface], selected: list[Interface], complete: bool, settings: _Configured, num_nodes: int
-) -> Iterator[Finding]:
-    if not complete:
-        present = ", ".join(interface.name for interface in up)
-        text = f"no interface that is up has this name; there are {present}. Nodes cannot meet."
-        yield settings.finding("problem", name, text)
-    elif num_nodes > 1 and all(interface.kind == "loopback" for interface in selected):
-        text = "it leaves only the loopback interface, by which no other node is reached."
-        yield settings.finding("problem", name, text)
+    up = {interface.name: interface for interface in node.interfaces if interface.up}
+    chosen = DeviceFilter.parse(settings.value("NCCL_SOCKET_IFNAME"))
+    # PyTorch splits gloo's list at commas and opens one device for each name, without prefix matching.
+    wanted = settings.value("GLOO_SOCKET_IFNAME").split(",")
+    by_nccl, by_gloo = list(filter(chosen.selects, up)), [name for name in up if name in wanted]
+    for variable, selected, is_found in (
+        ("NCCL_SOCKET_IFNAME", by_nccl, bool(by_nccl)),
+        ("GLOO_SOCKET_IFNAME", by_gloo, set(by_gloo) == set(wanted)),
+    ):
+        if not settings.value(variable):
+            continue
+        if not is_found:
+            text = f"no interface that is up has this name; there are {', '.join(up)}. Nodes cannot meet."
+            yield settings.finding("problem", variable, text)
+        elif num_nodes > 1 and all(up[name].kind == "loopback" for name in selected):
+            text = "it leaves only the loopback interface, by which no other node is reached."
+            yield settings.finding("problem", variable, text)
 
 
 def _missing_files(node: Node, settings: _Configured) -> Iterator[Finding]:
@@ -250,11 +224,8 @@ def _missing_files(node: Node, settings: _Configured) -> Iterator[Finding]:
         )
     graph = settings.value("NCCL_GRAPH_FILE")
     if graph and not _is_azures_graph(node, graph):
-        yield settings.finding(
-            "warning",
-            "NCCL_GRAPH_FILE",
-            "it fixes NCCL's search for one machine; with fewer GPUs or adapters NCCL fails to start.",
-        )
+        text = "it fixes NCCL's search for one machine; with fewer GPUs or adapters NCCL fails to start."
+        yield settings.finding("warning", "NCCL_GRAPH_FILE", text)
 
 
 def _is_azures_graph(node: Node, graph: str) -> bool:
@@ -272,27 +243,17 @@ def _inside_node(node: Node, settings: _Configured) -> Iterator[Finding]:
     if len(node.gpus.models) < 2 or not settings.is_on("NCCL_P2P_DISABLE"):
         return
     expected = f" instead of {size.bus_bandwidth:g} GB/s" if size and size.bus_bandwidth else ""
-    yield settings.finding(
-        "warning",
-        "NCCL_P2P_DISABLE",
-        f"GPUs of one node talk through the host's memory{expected}.",
-    )
+    text = f"GPUs of one node talk through the host's memory{expected}."
+    yield settings.finding("warning", "NCCL_P2P_DISABLE", text)
 
 
 def _traps(settings: _Configured) -> Iterator[Finding]:
     if settings.is_on("CUDA_LAUNCH_BLOCKING"):
-        yield settings.finding(
-            "warning",
-            "CUDA_LAUNCH_BLOCKING",
-            "each kernel waits for the one before: a tool for debugging only.",
-        )
+        text = "each kernel waits for the one before: a tool for debugging only."
+        yield settings.finding("warning", "CUDA_LAUNCH_BLOCKING", text)
     if settings.value("NCCL_MIN_CHANNELS"):
-        yield settings.finding(
-            "warning", "NCCL_MIN_CHANNELS", "NCCL knows no such variable.", "It is NCCL_MIN_CTAS since 2.17."
-        )
-    if "WARN" in (settings.value("NCCL_DEBUG_SUBSYS") or "").upper().split(","):
-        yield settings.finding(
-            "warning",
-            "NCCL_DEBUG_SUBSYS",
-            "WARN is a level (NCCL_DEBUG), no subsystem: the log stays empty.",
-        )
+        text, advice = "NCCL knows no such variable.", "It is NCCL_MIN_CTAS since 2.17."
+        yield settings.finding("warning", "NCCL_MIN_CHANNELS", text, advice)
+    if "WARN" in settings.value("NCCL_DEBUG_SUBSYS").upper().split(","):
+        text = "WARN is a level (NCCL_DEBUG), no subsystem: the log stays empty."
+        yield settings.finding("warning", "NCCL_DEBUG_SUBSYS", text)

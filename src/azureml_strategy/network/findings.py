@@ -34,7 +34,6 @@ class Finding:
 
 # A queue pair with its buffers takes some megabytes; Docker's default limit is 64 KiB or 8 MiB.
 _ENOUGH_MEMLOCK = 1 << 30
-_DOCKER_ARGS = "Add `docker_args: --ulimit memlock=-1 --cap-add=IPC_LOCK` to the job's `resources`."
 
 
 def find_faults(node: Node) -> Iterator[Finding]:
@@ -49,11 +48,9 @@ def find_faults(node: Node) -> Iterator[Finding]:
 
 
 def total_gbytes(node: Node, hcas: Iterable[HCA] | None = None) -> float:
-    """Total rate of the adapters in each direction, in GB/s; 0 if neither they nor the VM size state a rate.
+    """Total rate of the adapters, by default of all usable ones, in each direction, in GB/s.
 
-    Args:
-        node: facts about the node.
-        hcas: adapters of the node; the usable ones by default.
+    0 if neither they nor the VM size state a rate.
     """
     promised = (node.vm_size and node.vm_size.hca_gbps) or 0
     return sum(hca.rate_gbps or promised for hca in (node.usable_hcas if hcas is None else hcas)) / 8
@@ -122,7 +119,7 @@ def _limits(node: Node) -> Iterator[Finding]:
             "locked memory",
             f"the limit is {node.memlock / 1024:.0f} KiB, and NCCL registers its buffers with the adapters: "
             "`ibv_create_cq` or `ibv_reg_mr` will fail.",
-            _DOCKER_ARGS,
+            "Add `docker_args: --ulimit memlock=-1 --cap-add=IPC_LOCK` to the job's `resources`.",
         )
     if node.gpus.vendor is not None and node.gpudirect is None:
         yield Finding(

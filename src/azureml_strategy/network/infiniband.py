@@ -15,7 +15,7 @@ from azureml_strategy.network.sysfs import entries, read_number, read_text
 # The top bit of a partition key means full membership (InfiniBand Architecture Specification, 10.9.3). The key 0x8000
 # itself names no partition.
 _FULL_MEMBERSHIP = 0x8000
-_RATE = re.compile(r"([0-9.]+)\s*Gb/sec", re.I)
+_RATE = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*Gb/sec", re.I)
 _STATE = re.compile(r"[0-9]+:\s*(\w+)")  # "4: ACTIVE"
 
 
@@ -81,14 +81,19 @@ def read_hcas(sysfs: str | Path = "/sys", devices: str | Path = "/dev") -> tuple
         sysfs: mount point of sysfs.
         devices: folder of the device files.
     """
-    # the verbs device of each adapter, if its device file exists
     present = {entry.name for entry in entries(Path(devices) / "infiniband")}
     names = {read_text(each / "ibdev"): each.name for each in entries(Path(sysfs) / "class/infiniband_verbs")}
-    verbs = {adapter: name for adapter, name in names.items() if adapter and name in present}
-    folders = sorted(entries(Path(sysfs) / "class/infiniband"), key=lambda folder: natural_order(folder.name))
+    verbs = {adapter: name for adapter, name in names.items() if name in present}
     return tuple(
-        _read_port(folder, port, verbs.get(folder.name)) for folder in folders for port in _numbered(folder / "ports")
+        _read_port(adapter, port, verbs.get(adapter.name))
+        for adapter in adapters(sysfs)
+        for port in _numbered(adapter / "ports")
     )
+
+
+def adapters(sysfs: str | Path) -> list[Path]:
+    """The folder of each RDMA adapter in sysfs, in the order of their numbers."""
+    return sorted(entries(Path(sysfs) / "class/infiniband"), key=lambda folder: natural_order(folder.name))
 
 
 def natural_order(name: str) -> tuple[tuple[str, int], ...]:
@@ -108,7 +113,7 @@ def _read_port(adapter: Path, port: int, verbs_device: str | None) -> HCA:
         link_layer=read_text(folder / "link_layer"),
         state=_state(folder / "state"),
         physical_state=_state(folder / "phys_state"),
-        rate_gbps=_gbps(rate[1]) if rate else None,
+        rate_gbps=float(rate[1]) if rate else None,
         full_pkey=next((index for index, key in keys if key > _FULL_MEMBERSHIP), None),
         numa_node=numa_node if numa_node is not None and numa_node >= 0 else None,
         verbs_device=verbs_device,
@@ -118,13 +123,6 @@ def _read_port(adapter: Path, port: int, verbs_device: str | None) -> HCA:
 def _state(path: Path) -> str | None:
     state = _STATE.match(read_text(path) or "")
     return state[1] if state else None
-
-
-def _gbps(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _numbered(folder: Path) -> list[int]:

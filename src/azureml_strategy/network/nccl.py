@@ -30,20 +30,20 @@ _HOPPER_AND_LATER = ("H100", "H200", *_GRACE_BLACKWELL)
 _PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_")
 _NAMES = ("CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING")
 # These say which library is installed, and where. The library reads none of them. NVIDIA's images set NCCL_VERSION, and
-# whoever builds torch the others (its cmake/Modules/FindNCCL.cmake).
+# builds of torch set the others (its cmake/Modules/FindNCCL.cmake).
 _OF_THE_BUILD = re.compile(
     r"(?:NCCL|RCCL|GLOO)_(?:VERSION|VER|HOME|PREFIX|DIR|PATH|LIBRARIES|(?:ROOT|INCLUDE|LIB|LIBRARY)(?:_DIRS?|_PATH)?)"
 )
 
 # The levels at which NCCL logs its transport.
-_TELLING_LEVELS = ("INFO", "TRACE", "ABORT")
+_LOGGING_LEVELS = ("INFO", "TRACE", "ABORT")
 # Channel lines are logged under INIT and NET (NCCL's src/transport/net.cc).
-_TELLING_SUBSYSTEMS = ("INIT", "NET", "ALL")
-_REASON = "The transport is read back from NCCL's own log"
+_LOGGING_SUBSYSTEMS = ("INIT", "NET", "ALL")
+_LOG_REASON = "The transport is read back from NCCL's own log"
 # One step of a large model has some hundred collectives; each entry takes some hundred bytes. Where torch records by
 # default, it keeps as many.
-_ENTRIES = 2000
-_SOURCE = "PyTorch, ProcessGroupNCCL environment variables"
+_RECORDED_COLLECTIVES = 2000
+_RECORDER_SOURCE = "PyTorch, ProcessGroupNCCL environment variables"
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,7 @@ class Setting:
 
 
 def wanted_settings(node: Node, num_nodes: int) -> Iterator[Setting]:
-    """The settings that fit a node, regardless of what the user has set.
-
-    Args:
-        node: facts about the node.
-        num_nodes: number of nodes of the job.
-    """
+    """The settings that fit a node, regardless of what the user has set."""
     yield from _sockets(node, num_nodes)
     if node.usable_hcas:
         yield from _adapters(node)
@@ -112,24 +107,16 @@ def _adapters(node: Node) -> Iterator[Setting]:
     )
     pkeys = {hca.full_pkey for hca in usable}
     if len(pkeys) == 1 and pkeys != {0}:
-        yield Setting(
-            "NCCL_IB_PKEY",
-            str(pkeys.pop()),
-            "The first partition key with full membership is not at index 0.",
-            "sysfs of this node",
-        )
+        reason = "The first partition key with full membership is not at index 0."
+        yield Setting("NCCL_IB_PKEY", str(pkeys.pop()), reason, "sysfs of this node")
 
 
 def _gpudirect(node: Node) -> Iterator[Setting]:
     fastest = max(hca.rate_gbps or 0 for hca in node.usable_hcas)
     if not node.virtual or fastest < _RELAXED_FROM_GBPS:
         return
-    yield Setting(
-        "NCCL_IB_PCI_RELAXED_ORDERING",
-        "1",
-        "In a VM, PCIe writes of an adapter to GPU memory are slow unless they may overtake one another.",
-        _IMAGES,
-    )
+    reason = "In a VM, PCIe writes of an adapter to GPU memory are slow unless they may overtake one another."
+    yield Setting("NCCL_IB_PCI_RELAXED_ORDERING", "1", reason, _IMAGES)
     if node.gpudirect and node.topology_file is None and not node.default_topology:
         grace = node.vm_size is not None and node.vm_size.gpu_model in _GRACE_BLACKWELL
         yield Setting(
@@ -143,12 +130,8 @@ def _gpudirect(node: Node) -> Iterator[Setting]:
 
 def _connections(node: Node, num_nodes: int) -> Iterator[Setting]:
     if num_nodes > 1 and node.vm_size and node.vm_size.gpu_model in _HOPPER_AND_LATER:
-        yield Setting(
-            "NCCL_IB_QPS_PER_CONNECTION",
-            "4",
-            "Several queue pairs take several paths through the fabric, where one may meet a busy link.",
-            _INFRASTRUCTURE,
-        )
+        reason = "Several queue pairs take several paths through the fabric, where one may meet a busy link."
+        yield Setting("NCCL_IB_QPS_PER_CONNECTION", "4", reason, _INFRASTRUCTURE)
 
 
 def _no_adapters(node: Node) -> Iterator[Setting]:
@@ -167,22 +150,12 @@ def _topology(node: Node) -> Iterator[Setting]:
     # GPUs, and NCCL fails in a smaller one (azurehpc pull request 730; nccl issues 1008 and 1240). It gains nothing.
     if node.topology_file is None or node.vm_size is None:
         return
-    path = str(node.topology_file)
-    yield Setting(
-        "NCCL_TOPO_FILE",
-        path,
-        "The VM hides its PCIe tree; the file says which GPU and which adapter are near each other.",
-        _IMAGES,
-    )
-    yield Setting(
-        "NCCL_IGNORE_CPU_AFFINITY",
-        "1",
-        "The topology file's NUMA nodes count, not the process's CPU mask.",
-        _IMAGES,
-    )
-    yield Setting(
-        "CUDA_DEVICE_ORDER", "PCI_BUS_ID", "The topology file lists GPUs in the order of the bus.", _HEALTH_CHECKS
-    )
+    reason = "The VM hides its PCIe tree; the file says which GPU and which adapter are near each other."
+    yield Setting("NCCL_TOPO_FILE", str(node.topology_file), reason, _IMAGES)
+    reason = "The topology file's NUMA nodes count, not the process's CPU mask."
+    yield Setting("NCCL_IGNORE_CPU_AFFINITY", "1", reason, _IMAGES)
+    reason = "The topology file lists GPUs in the order of the bus."
+    yield Setting("CUDA_DEVICE_ORDER", "PCI_BUS_ID", reason, _HEALTH_CHECKS)
 
 
 def _grace_blackwell(node: Node) -> Iterator[Setting]:
@@ -205,21 +178,16 @@ def _grace_blackwell(node: Node) -> Iterator[Setting]:
 def configured_settings(
     environ: Mapping[str, str] | None = None, *, root: str | Path = "/", library: str = "nccl"
 ) -> dict[str, tuple[str, str]]:
-    """Value and source of each variable about communication, as NCCL will see them.
+    """Value and source of each variable about communication, as NCCL or RCCL will see them.
 
     The environment wins over NCCL_CONF_FILE (or the home folder's file if that is not set), which wins over the file
     in /etc (NCCL user guide, "Environment Variables"). RCCL follows the same rules with its own file names. Values that
     an earlier plan has set are left out.
-
-    Args:
-        environ: environment variables; those of this process by default.
-        root: the folder that holds `etc`.
-        library: `nccl` or `rccl`.
     """
     environ = os.environ if environ is None else environ
     home = Path(environ.get("HOME", "/nonexistent")) / f".{library}.conf"
     files = [Path(root) / f"etc/{library}.conf", Path(environ.get("NCCL_CONF_FILE") or home)]
-    settings = {name: (value, str(path)) for path in files for name, value in _read(path).items()}
+    settings = {name: (value, str(path)) for path in files for name, value in _read(path)}
     planned = planned_before(environ)
     given = {name: (value, "environment") for name, value in copied(environ).items() if planned.get(name) != value}
     return {
@@ -232,51 +200,47 @@ def configured_settings(
 def planned_before(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that an earlier plan has set; empty if their record is damaged."""
     try:
-        noted = json.loads(environ.get(PLANNED_VARIABLES, "{}"))
+        recorded = json.loads(environ.get(PLANNED_VARIABLES, "{}"))
     except ValueError:
         return {}
-    return noted if isinstance(noted, dict) else {}
+    return recorded if isinstance(recorded, dict) else {}
 
 
-def _read(path: Path) -> dict[str, str]:
+def _read(path: Path) -> Iterator[tuple[str, str]]:
     """Parse lines of NAME=VALUE. `#` in the first column starts a comment; blanks belong to the name and the value."""
-    lines = (read_text(path) or "").split("\n")
-    pairs = (line.partition("=") for line in lines if not line.startswith("#"))
-    return {name: value for name, separator, value in pairs if separator}
+    for line in (read_text(path) or "").split("\n"):
+        name, separator, value = line.partition("=")
+        if separator and not line.startswith("#"):
+            yield name, value
 
 
 def log_settings(configured: Mapping[str, tuple[str, str]], folder: Path) -> Iterator[Setting]:
-    """Have NCCL write its log into a folder.
+    """Have NCCL write its log into a folder, a file for each process, unless `configured_settings` say otherwise.
 
-    A log level or log file that is already set stays as it is. The level INFO writes some hundred lines at the start.
-
-    Args:
-        configured: value and source of each variable, from `configured_settings`.
-        folder: folder for the logs, one for each process.
+    The level INFO writes some hundred lines at the start.
     """
     if "NCCL_DEBUG" in configured:
         return
-    yield Setting("NCCL_DEBUG", "INFO", f"{_REASON}.", "NVIDIA NCCL user guide, NCCL_DEBUG")
+    yield Setting("NCCL_DEBUG", "INFO", f"{_LOG_REASON}.", "NVIDIA NCCL user guide, NCCL_DEBUG")
     if "NCCL_DEBUG_FILE" not in configured:
         path = str(folder / "nccl.%h.%p.log")
-        yield Setting("NCCL_DEBUG_FILE", path, f"{_REASON}; %h is the host, %p the process.", "ditto, NCCL_DEBUG_FILE")
+        yield Setting(
+            "NCCL_DEBUG_FILE", path, f"{_LOG_REASON}; %h is the host, %p the process.", "ditto, NCCL_DEBUG_FILE"
+        )
 
 
 def own_log(variables: Mapping[str, str]) -> Path:
-    """The file that NCCL writes its log to in this process.
-
-    Args:
-        variables: the variables that NCCL reads.
+    """The file that NCCL, which reads these variables, writes its log to in this process.
 
     Raises:
         LookupError: NCCL writes no log that can be read; the message says why, and what to do.
     """
     level, file = variables.get("NCCL_DEBUG", ""), variables.get("NCCL_DEBUG_FILE", "")
-    if level.upper() not in _TELLING_LEVELS:
+    if level.upper() not in _LOGGING_LEVELS:
         raise LookupError(f"not known: NCCL_DEBUG={level} keeps NCCL from telling it. Remove NCCL_DEBUG.")
     subsystems = variables.get("NCCL_DEBUG_SUBSYS", "INIT").upper()
     # A leading `^` excludes the listed subsystems.
-    if subsystems.startswith("^") == any(name in subsystems for name in _TELLING_SUBSYSTEMS):
+    if subsystems.startswith("^") == any(name in subsystems for name in _LOGGING_SUBSYSTEMS):
         raise LookupError(f"not known: NCCL_DEBUG_SUBSYS={subsystems} leaves it out. Remove NCCL_DEBUG_SUBSYS.")
     if not file:
         raise LookupError(
@@ -288,10 +252,9 @@ def own_log(variables: Mapping[str, str]) -> Path:
 
 
 def log_folder(azure: bool) -> Path:
-    """A folder for the NCCL logs of a job: `logs/nccl`, which Azure ML uploads meanwhile, or a temporary one.
+    """A folder for the NCCL logs of a job: `logs/nccl` on an Azure VM, where Azure ML uploads it; else a temporary one.
 
-    Args:
-        azure: whether the machine is an Azure VM. Elsewhere, as under the emulator, nothing uploads logs.
+    Outside Azure, as under the emulator, nothing uploads logs.
     """
     if azure:
         folder = Path("logs/nccl").resolve()
@@ -310,31 +273,28 @@ def log_folder(azure: bool) -> Path:
 
 
 def recorder_settings(configured: Mapping[str, tuple[str, str]], folder: Path | None) -> Iterator[Setting]:
-    """Have torch record the last collectives, and NCCL's watchdog dump them when one times out.
+    """Have torch record the last collectives, and NCCL's watchdog dump them into a folder when one times out.
 
-    Older releases of torch record nothing by default, and only for NCCL. Newer releases have other variable names, and
-    warn about the old ones.
-
-    Args:
-        configured: value and source of each variable, from `configured_settings`.
-        folder: folder for the watchdog's dumps; None leaves them where torch puts them, in the node's /tmp.
+    Without a folder, dumps stay where torch puts them, in the node's /tmp. What `configured_settings` name stays as it
+    is. Older releases of torch record nothing by default, and only for NCCL. Newer releases have other variable names,
+    and warn about the old ones.
     """
     from torch._C import _distributed_c10d
 
     new = hasattr(_distributed_c10d, "_dump_fr_trace")
-    size, file = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
-    old_size, old_file = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    size, file = "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"
+    old_size, old_file = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
     if size not in configured and old_size not in configured:
-        reason = f"torch remembers the last {_ENTRIES} collectives, by which a rank that hangs is found."
-        yield Setting(size if new else old_size, str(_ENTRIES), reason, _SOURCE)
+        reason = f"torch remembers the last {_RECORDED_COLLECTIVES} collectives, by which a rank that hangs is found."
+        yield Setting(size if new else old_size, str(_RECORDED_COLLECTIVES), reason, _RECORDER_SOURCE)
     if folder is None:
         return
     if "TORCH_NCCL_DUMP_ON_TIMEOUT" not in configured:
         reason = "NCCL's watchdog writes them down before it ends the process."
-        yield Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", reason, _SOURCE)
+        yield Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", reason, _RECORDER_SOURCE)
     if file not in configured and old_file not in configured:
         reason = "They must not go with the node, as /tmp does."
-        yield Setting(file if new else old_file, str(folder / "flight_recorder.rank_"), reason, _SOURCE)
+        yield Setting(file if new else old_file, str(folder / "flight_recorder.rank_"), reason, _RECORDER_SOURCE)
 
 
 @dataclass(frozen=True)

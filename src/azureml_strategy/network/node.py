@@ -51,10 +51,6 @@ def instance_vm_size(url: str = VM_SIZE_URL, timeout_s: float = TIMEOUT_SECONDS)
 
     The request bypasses any proxy. It runs on a thread, because a socket's own timeout restarts with every byte that
     arrives.
-
-    Args:
-        url: address of the service.
-        timeout_s: the longest this may take, in seconds.
     """
     answers: list[str] = []
     thread = threading.Thread(target=_ask, args=(url, timeout_s, answers), name="instance-metadata", daemon=True)
@@ -79,12 +75,7 @@ def _ask(url: str, timeout_s: float, answers: list[str]) -> None:
 
 
 def topology_file(size: VMSize | None, root: str | Path = "/") -> Path | None:
-    """The topology file for a VM size; None if this node has none.
-
-    Args:
-        size: the node's VM size.
-        root: the folder that holds `opt`.
-    """
+    """The topology file for a VM size, below the folder that holds `opt`; None if this node has none."""
     if size is None or size.topology is None:
         return None
     paths = (Path(root) / place.format(series=size.topology) for place in _PLACES)
@@ -162,8 +153,8 @@ def read_node(
     name, source = job.vm_size if job else None, "compute context"
     if not name and azure:
         name, source = instance_vm_size(metadata_url), "instance metadata"
-    if not name and azure:
-        name, source = guess_vm_size(gpus, sum(hca.is_infiniband for hca in hcas)), "GPUs and HCAs"
+        if not name:
+            name, source = guess_vm_size(gpus, sum(hca.is_infiniband for hca in hcas)), "GPUs and HCAs"
     size = None
     with suppress(UnknownVMSize):
         size = lookup_vm_size(name) if name else None
@@ -187,9 +178,8 @@ def read_node(
 def guess_vm_size(gpus: GPUs, hcas: int) -> str | None:
     """Guess the Azure VM size from its GPUs and its number of InfiniBand adapters.
 
-    Returns:
-        The name of the size. Of sizes with equal vCPUs, topology file and adapter rate, such as `isr` and `isrf`, the
-        first. None if no size fits, or if several fit that differ in one of these.
+    If sizes with equal vCPUs, topology file and adapter rate fit, such as `isr` and `isrf`, return the first. None if
+    no size fits, or if several fit that differ in one of these.
     """
     candidates = [
         size

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from azureml_strategy.network.infiniband import natural_order
+from azureml_strategy.network.infiniband import adapters
 from azureml_strategy.network.sysfs import bootstrap_interface, entries, read_interfaces, read_number, read_text
 
 RECEIVED, SENT, LINK_DOWNED = "port_rcv_data", "port_xmit_data", "link_downed"
-# What a healthy link of InfiniBand hardly counts. Left out is what is normal or the fault of others: packets that had
-# to wait or were dropped (congestion), and errors that a remote switch has marked.
+# These hardly grow on a healthy link of InfiniBand. Other counters are no sign of a fault here: packets wait or are
+# dropped under congestion, and a remote switch marks errors of its own.
 ERRORS = (
     "symbol_error",
     "link_error_recovery",
@@ -32,20 +32,17 @@ def read_infiniband_counters(sysfs: str | Path = "/sys") -> dict[tuple[str, str]
     Azure's adapters are virtual functions, which may lack some counters or deny them. These are left out, and so are
     the ports of Ethernet adapters, such as that of accelerated networking.
 
-    Args:
-        sysfs: mount point of sysfs.
-
     Returns:
         Each value by port, such as `mlx5_ib0:1`, and counter, such as `symbol_error`. The data counters count words of
         four bytes.
     """
-    counters = (RECEIVED, SENT, LINK_DOWNED, *ERRORS)
-    found = {
-        (port, name): read_number(folder / "counters" / name)
-        for port, folder in _infiniband_ports(Path(sysfs))
-        for name in counters
-    }
-    return {key: value for key, value in found.items() if value is not None}
+    found: dict[tuple[str, str], int] = {}
+    for adapter in adapters(sysfs):
+        for port in entries(adapter / "ports"):
+            if read_text(port / "link_layer") == "InfiniBand":
+                counters = (RECEIVED, SENT, LINK_DOWNED, *ERRORS)
+                found |= _read_counters(f"{adapter.name}:{port.name}", port / "counters", counters)
+    return found
 
 
 def read_ethernet_counters(sysfs: str | Path = "/sys", proc: str | Path = "/proc") -> dict[tuple[str, str], int]:
@@ -54,26 +51,19 @@ def read_ethernet_counters(sysfs: str | Path = "/sys", proc: str | Path = "/proc
     The sum over all interfaces would count most bytes twice on Azure, where `eth0` counts what its virtual function
     (accelerated networking) carries.
 
-    Args:
-        sysfs: mount point of sysfs.
-        proc: mount point of procfs.
-
     Returns:
         Each value by interface and counter, see `ETHERNET`; empty without such an interface.
     """
     interface = bootstrap_interface(read_interfaces(sysfs, proc))
     if interface is None:
         return {}
-    folder = Path(sysfs) / "class/net" / interface.name / "statistics"
-    found = {(interface.name, name): read_number(folder / name) for name in ETHERNET}
+    return _read_counters(interface.name, Path(sysfs) / "class/net" / interface.name / "statistics", ETHERNET)
+
+
+def _read_counters(port: str, folder: Path, names: tuple[str, ...]) -> dict[tuple[str, str], int]:
+    """The counters of one port that its folder has."""
+    found = {(port, name): read_number(folder / name) for name in names}
     return {key: value for key, value in found.items() if value is not None}
-
-
-def _infiniband_ports(sysfs: Path) -> Iterator[tuple[str, Path]]:
-    for adapter in sorted(entries(sysfs / "class/infiniband"), key=lambda folder: natural_order(folder.name)):
-        for folder in entries(adapter / "ports"):
-            if read_text(folder / "link_layer") == "InfiniBand":
-                yield f"{adapter.name}:{folder.name}", folder
 
 
 class Growth:
@@ -104,10 +94,6 @@ def grown(before: int, now: int) -> int:
 
     A lower value means that it was reset, and has counted up from 0 since. It has wrapped around if it was in the last
     quarter of its 32 or 64 bits, and is in the first one now.
-
-    Args:
-        before: the earlier value.
-        now: the later one.
     """
     if now >= before:
         return now - before

@@ -23,18 +23,15 @@ class NodeRecord:
     """One node's part of the record, as it is sent to rank 0.
 
     Attributes:
-        node_rank: index of the node.
-        host: host name of the node.
-        vm_size: name of the VM size, from the job or the machine.
         usable_hcas: InfiniBand ports that NCCL can use, according to sysfs.
-        settings: variable, value, reason and source of each setting that the plan made.
+        settings: the fields of each `Setting` that the plan made.
         kept: the same for each setting that was already there.
-        findings: verdict, subject, text and advice of each finding.
+        findings: the fields of each `Finding`.
         kind: kind of the transport; `unknown` if no log shows it, as with gloo.
         gpudirect: whether GPUDirect RDMA is used; None if the log cannot show it.
         hcas: adapters in use, according to NCCL's log.
         summary: the transport in words.
-        errors: failures and suspicious conditions from NCCL's log, each with explanation and fix.
+        errors: the fields of each `LogError` from NCCL's log: failures and suspicious conditions.
     """
 
     node_rank: int
@@ -72,15 +69,7 @@ class NodeRecord:
 
 
 def record_node(launch: Launch, host: str, node: Node, plan: NetworkPlan, transport: Transport | str) -> NodeRecord:
-    """Build the record of one node.
-
-    Args:
-        launch: place of one of the node's processes in the job.
-        host: host name of the node.
-        node: facts about the node.
-        plan: the plan that was applied.
-        transport: the transport from NCCL's log; a description in words if no log can be read.
-    """
+    """Build the record of one node. If no log of NCCL can be read, the transport is a description in words."""
     return NodeRecord(
         node_rank=launch.node_rank,
         host=host,
@@ -114,12 +103,7 @@ def _observed(transport: Transport | str, num_nodes: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RunNetwork:
-    """The network of a whole run, on rank 0.
-
-    Attributes:
-        backend: backend of the process group: `nccl` or `gloo`.
-        nodes: one record for each node.
-    """
+    """The network of a whole run, on rank 0: the backend, `nccl` or `gloo`, and one record for each node."""
 
     backend: str
     nodes: Sequence[NodeRecord]

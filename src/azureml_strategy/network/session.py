@@ -36,10 +36,7 @@ class NetworkSession:
     """One process's part in setting up and proving the network. `prepare_network` creates it.
 
     Attributes:
-        launch: this process's place in the job.
-        backend: backend of the process group.
-        node: facts about this node.
-        plan: the settings, already applied.
+        plan: the settings of this node, already applied.
         store: the rendezvous store.
         require_infiniband: whether a fallback from InfiniBand stops the run.
     """
@@ -55,7 +52,7 @@ class NetworkSession:
         """Read back what carried the first collective. Every process must call this after that collective.
 
         Returns:
-            The network of the run on rank 0, None on other ranks.
+            The network of the run on rank 0; None on other ranks.
 
         Raises:
             LaunchError: InfiniBand is required but a node does not use it. Every process raises the same error.
@@ -73,7 +70,7 @@ class NetworkSession:
         return network
 
     def _transport(self) -> Transport | str:
-        """What carries the traffic; in words if no log can be read, because a diagnostic must not stop training."""
+        """What carries the traffic. If no log can be read, say so in words: a diagnostic must not stop training."""
         if self.backend != "nccl":
             interface = self.plan.effective.get("GLOO_SOCKET_IFNAME")
             return f"sockets on {interface}" if interface else "sockets"
@@ -98,13 +95,8 @@ def prepare_network(
 ) -> NetworkSession:
     """Plan and apply this node's settings, and wait until every process of the job has arrived.
 
-    Call this before the process group starts, and `observe` after its first collective.
-
-    Args:
-        launch: this process's place in the job.
-        backend: backend of the process group, `nccl` or `gloo`.
-        timeout: how long to wait for the other processes.
-        require_infiniband: whether a job of several nodes must not run without InfiniBand.
+    Call this before the process group starts, and `observe` after its first collective. `require_infiniband` matters
+    in a job of several nodes only.
 
     Raises:
         LaunchError: processes are missing, or InfiniBand is required but some node cannot use it. Every process raises
@@ -120,15 +112,12 @@ def prepare_network(
 
 
 def _plan(node: Node, launch: Launch, backend: str) -> NetworkPlan:
-    nodes = launch.separate_machines
-    if backend != "nccl":
-        recorder = recorder_settings(configured_settings(), folder=None)
-        return plan_nccl(node, num_nodes=nodes).for_gloo().including(recorder)
-    folder = log_folder(node.azure)
-    plan = plan_nccl(node, num_nodes=nodes, log_folder=folder)
-    plan = plan.including(recorder_settings(configured_settings(), folder))
+    is_nccl = backend == "nccl"
+    folder = log_folder(node.azure) if is_nccl else None
+    plan = plan_nccl(node, num_nodes=launch.separate_machines, log_folder=folder)
+    plan = (plan if is_nccl else plan.for_gloo()).including(recorder_settings(configured_settings(), folder))
     # Once started, CUDA ignores this variable; but child processes would read it and number the GPUs differently.
-    return plan.without("CUDA_DEVICE_ORDER") if cuda_started() else plan
+    return plan.without("CUDA_DEVICE_ORDER") if is_nccl and cuda_started() else plan
 
 
 def _obstacle(node: Node, plan: NetworkPlan, backend: str) -> str | None:

@@ -10,7 +10,6 @@ from typing import Literal
 
 _MOST_BYTES = 64 * 1024  # an attribute of sysfs holds at most a page
 
-_INFINIBAND, _LOOPBACK = 32, 772  # ARPHRD_INFINIBAND and ARPHRD_LOOPBACK of the kernel's if_arp.h
 _DEFAULT_ROUTE = "00000000"
 _NVIDIA_MODEL = re.compile(r"^Model:\s*(.+)$", re.M)
 _CUDA_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of CUresult, the driver's cuda.h
@@ -77,7 +76,7 @@ def bootstrap_interface(interfaces: tuple[Interface, ...]) -> Interface | None:
 
 
 def _read(folder: Path, default_route: bool) -> Interface:
-    kinds = {_INFINIBAND: "ipoib", _LOOPBACK: "loopback"}
+    kinds = {32: "ipoib", 772: "loopback"}  # ARPHRD_INFINIBAND and ARPHRD_LOOPBACK of the kernel's if_arp.h
     speed = read_number(folder / "speed")  # in Mb/s, -1 where unknown
     return Interface(
         name=folder.name,
@@ -149,10 +148,8 @@ def gpudirect_support(sysfs: str | Path = "/sys", proc: str | Path = "/proc") ->
 def cuda_started(library: str = "libcuda.so.1") -> bool:
     """Whether this process has started CUDA. CUDA numbers the GPUs at its start and never again.
 
-    torch.cuda.is_initialized() does not tell, because torch.cuda.is_available() may start the driver too.
-
-    Args:
-        library: library of CUDA's driver, which refuses to report the number of GPUs before it was started.
+    torch.cuda.is_initialized() does not tell, because torch.cuda.is_available() may start the driver too. The driver's
+    library refuses to report the number of GPUs before it was started.
     """
     try:
         driver = ctypes.CDLL(library)

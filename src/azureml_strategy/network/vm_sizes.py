@@ -38,23 +38,14 @@ _AMD_MODELS = ("MI", "V620", "V710")
 
 @dataclass(frozen=True)
 class VMName:
-    """The parts of a well-formed name. A size of that name need not exist.
+    """The parts of a well-formed name. A size of that name need not exist."""
 
-    Attributes:
-        text: the name as given, without `Standard_` and surrounding blanks.
-        family: family in upper case, such as `ND`.
-        vcpus: vCPUs of the VM.
-        letters: additive letters in lower case, such as `isr`.
-        model: accelerator in upper case, such as `H100`; None if the name has none.
-        generation: 5 for `_v5`; 1 without a version.
-    """
-
-    text: str
-    family: str
+    text: str  # as given, without `Standard_` and surrounding blanks
+    family: str  # in upper case, such as `ND`
     vcpus: int
-    letters: str
-    model: str | None
-    generation: int
+    letters: str  # the additive ones in lower case, such as `isr`
+    model: str | None  # accelerator in upper case, such as `H100`
+    generation: int  # 5 for `_v5`; 1 without a version
 
     @property
     def rdma(self) -> bool:
@@ -65,11 +56,6 @@ class VMName:
     def sr_iov(self) -> bool:
         """Whether a VM can use the InfiniBand adapters."""
         return self.rdma and self._stem not in _WITHOUT_SR_IOV
-
-    @property
-    def has_gpu(self) -> bool:
-        """Whether the family has GPUs: all N families except NM (media transcoders) and NP (FPGAs)."""
-        return self.family.startswith("N") and self.family not in ("NM", "NP")
 
     @property
     def _stem(self) -> str:
@@ -181,7 +167,7 @@ def lookup_vm_size(name: str) -> VMSize:
         nearest = nearest_vm_size(name)
         advice = f"did you mean {nearest}?" if nearest else "a size is written like Standard_ND96isr_H100_v5."
         raise UnknownVMSize(f"{name!r} is not the name of an Azure VM size; {advice}")
-    return _judge(parts)
+    return _size_of(parts)
 
 
 def known_vm_sizes() -> tuple[VMSize, ...]:
@@ -206,12 +192,13 @@ def _table() -> Mapping[str, VMSize]:
     return sizes
 
 
-def _judge(name: VMName) -> VMSize:
+def _size_of(name: VMName) -> VMSize:
     """Derive a size that is not in the table from its name alone."""
-    model = name.model if name.has_gpu else None
+    has_gpu = name.family.startswith("N") and name.family not in ("NM", "NP")  # media transcoders, FPGAs
+    model = name.model if has_gpu else None
     return VMSize(
         name=f"Standard_{name.text}",
-        gpus=None if name.has_gpu else 0,
+        gpus=None if has_gpu else 0,
         gpu_model=model,
         hcas=None if name.rdma else 0,
         sr_iov=name.sr_iov,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_strategy.network.nccl_log.evidence import NETWORK_RULES, PROCESS_RULES, explain
+from azureml_strategy.network.nccl_log.evidence import RULES, explain
 
 MODIFY_QP = "Call to ibv_modify_qp failed with"
 CONNECT = "socketStartConnect: Connect to 172.17.0.1<39275> failed :"
@@ -75,10 +75,9 @@ def test_message(text: str, name: str, fix: str) -> None:
 
 
 def test_every_rule_is_tested_and_complete() -> None:
-    rules = [*NETWORK_RULES, *PROCESS_RULES]
-    assert {rule.name for rule in rules} == {name for _, name, _ in MESSAGES if not name.startswith("completion")}
-    assert len({rule.name for rule in rules}) == len(rules)
-    for rule in rules:
+    assert {rule.name for rule in RULES} == {name for _, name, _ in MESSAGES if not name.startswith("completion")}
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    for rule in RULES:
         assert rule.explanation.endswith(".")
         assert rule.fix.endswith(".")
 

@@ -59,7 +59,7 @@ def read(environ: Mapping[str, str]) -> Launch | None:
 def _unknown_nodes(
     environ: Mapping[str, str], rank: int, world_size: int, local_rank: int | None, node_rank: int | None
 ) -> UnknownNodesError:
-    """Return the error of a process that is not told the node count; the same on all ranks of a job.
+    """Return the error of a process whose variables give no node count; the same on all ranks of a job.
 
     A node beyond the first could derive the count from its ranks, but node 0 could not. So all ranks have to ask.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,18 +35,11 @@ _LITTLE_GB = 5
 
 @dataclass(frozen=True)
 class Mount:
-    """One mounted file system.
+    """One mounted file system."""
 
-    Attributes:
-        source: the device, or what the file system reports as its origin.
-        target: mount point.
-        kind: type of the file system, such as `ext4` or `fuse.blobfuse2`.
-        read_only: whether it is mounted read-only.
-    """
-
-    source: str
-    target: str
-    kind: str
+    source: str  # the device, or what the file system reports as its origin
+    target: str  # mount point
+    kind: str  # such as `ext4` or `fuse.blobfuse2`
     read_only: bool
 
     @property
@@ -135,7 +129,6 @@ def _local(facts: Facts, mounts: tuple[Mount, ...]) -> Iterator[Finding]:
     here = None
     with suppress(OSError):  # the folder was removed
         here = Path.cwd()
-    if here:
         yield from _space("working directory", here)
     yield from _space("/tmp", facts.root / "tmp")
     shown = {mount.source for mount in (mount_of(here, mounts), mount_of(Path("/tmp"), mounts)) if mount}
@@ -146,21 +139,13 @@ def _local(facts: Facts, mounts: tuple[Mount, ...]) -> Iterator[Finding]:
 
 
 def _space(name: str, folder: Path) -> Iterator[Finding]:
-    try:
-        status = os.statvfs(folder)
-    except OSError:
-        return
-    yield judge_space(name, status.f_frsize * status.f_bavail / 1e9, status.f_frsize * status.f_blocks / 1e9)
+    with suppress(OSError):
+        usage = shutil.disk_usage(folder)
+        yield judge_space(name, usage.free / 1e9, usage.total / 1e9)
 
 
 def judge_space(name: str, free_gb: float, total_gb: float) -> Finding:
-    """Whether a file system has room for a training run.
-
-    Args:
-        name: subject of the finding.
-        free_gb: space that an ordinary user can write, in GB.
-        total_gb: size of the file system, in GB.
-    """
+    """Whether a file system has room for a training run, by the space that an ordinary user can write."""
     text = f"{free_gb:,.0f} GB free of {total_gb:,.0f} GB"
     if free_gb >= _LITTLE_GB:
         return Finding("ok", name, text)

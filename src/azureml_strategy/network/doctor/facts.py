@@ -21,11 +21,8 @@ class Facts:
 
     Attributes:
         root: the folder that holds `sys`, `proc`, `dev` and the rest.
-        environ: environment variables.
         launch: this process's place in the job; None if no launcher determines it or its variables cannot be trusted.
         launch_error: why the launcher's variables give no launch; None if they give one, or there is none.
-        job: the Azure ML job; None outside one.
-        node: the machine.
         plan: the settings that our strategies would make.
         versions: version of each package; None if it is not installed.
     """
@@ -44,11 +41,6 @@ class Facts:
         """Number of machines that the job's nodes run on; emulated nodes share one machine."""
         return self.launch.separate_machines if self.launch else 1
 
-    @property
-    def has_accelerators(self) -> bool:
-        """Whether NCCL matters here, by `has_accelerators`."""
-        return has_accelerators(self.node)
-
     def to_json(self) -> dict[str, Any]:
         """The facts as a dictionary for JSON, without the environment and the subscription."""
         job = asdict(self.job) if self.job else None
@@ -61,13 +53,7 @@ class Facts:
 
 
 def read_facts(root: Path, environ: Mapping[str, str], versions: Mapping[str, str | None]) -> Facts:
-    """Read all facts. A fact that cannot be read counts as absent.
-
-    Args:
-        root: the folder that holds `sys`, `proc`, `dev` and `etc`.
-        environ: environment variables of a process of the job.
-        versions: version of each package, from `installed_versions`.
-    """
+    """Read all facts. A fact that cannot be read counts as absent."""
     launch, launch_error = None, None
     try:
         launch = detect_launch(environ)
@@ -88,6 +74,5 @@ def read_facts(root: Path, environ: Mapping[str, str], versions: Mapping[str, st
 
 
 def has_accelerators(node: Node) -> bool:
-    """Whether the machine has GPUs or RDMA adapters, or should have GPUs according to its VM size."""
-    promised = node.vm_size.gpus != 0 if node.vm_size else False
-    return bool(node.gpus.models or node.hcas or promised)
+    """Whether NCCL matters: there are GPUs or RDMA adapters, or should be GPUs according to the VM size."""
+    return bool(node.gpus.models or node.hcas or (node.vm_size and node.vm_size.gpus != 0))

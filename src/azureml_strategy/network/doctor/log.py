@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from azureml_strategy.network.doctor.report import Report, Section, without_secr
 from azureml_strategy.network.findings import Finding, Verdict
 from azureml_strategy.network.infiniband import read_hcas
 from azureml_strategy.network.nccl_log import Transport, describe, read_transport
+from azureml_strategy.network.nccl_log.transport import some_of
 
 _VERDICTS: Mapping[str, Verdict] = {"problem": "problem", "warning": "warning", "info": "ok"}
 _EVIDENCE = {
@@ -26,7 +27,6 @@ _SHARP = {
     "failed": "tried, and not available",
     "available": "offered by the adapters, not used",
 }
-_MOST_NAMES = 8  # hosts or adapters that a text names
 _SET_DEBUG = "Run again with NCCL_DEBUG=INFO set on every rank, and give the log of that run."
 
 
@@ -37,10 +37,11 @@ class UnreadableLog(ValueError):  # noqa: N818 - reads as what happened
 def explain_log(name: str, root: str | Path = "/", environ: Mapping[str, str] | None = None) -> Report:
     """Explain what an NCCL log shows: the transport, the evidence for it, and each error with its fix.
 
+    The report compares the log with this machine's adapters, below the folder `root` that holds `sys` and `dev`. It
+    leaves out the secrets of the variables, by default those of this process.
+
     Args:
         name: path of the log; `-` reads standard input.
-        root: the folder that holds `sys` and `dev`; the report compares the log with this machine's adapters.
-        environ: environment variables, whose secrets are kept out of the report; those of this process by default.
 
     Raises:
         UnreadableLog: the file cannot be read.
@@ -87,32 +88,23 @@ def _details(transport: Transport) -> Iterator[tuple[str, str]]:
         yield "library", f"{transport.library.upper()} {transport.nccl_version or 'of unknown version'}{plugin}"
     if transport.hosts:
         ranks = f", {transport.ranks} ranks" if transport.ranks else ""
-        yield "hosts", f"{len(transport.hosts)}: {_names(transport.hosts)}{ranks}"
+        yield "hosts", f"{len(transport.hosts)}: {some_of(transport.hosts)}{ranks}"
     if transport.hcas:
-        yield "adapters", _names(transport.hcas)
+        yield "adapters", some_of(transport.hcas)
     if transport.other_devices:
-        yield "other adapters", _names(transport.other_devices)
-    yield from _paths(transport)
-
-
-def _paths(transport: Transport) -> Iterator[tuple[str, str]]:
+        yield "other adapters", some_of(transport.other_devices)
     if transport.kind in ("ib", "roce", "ofi"):
         yield "GPUDirect RDMA", {True: "used", False: "not used", None: "the log does not show it"}[transport.gpudirect]
     if transport.relaxed_ordering is not None:
         yield "relaxed ordering", "on" if transport.relaxed_ordering else "off, which slows GPUDirect RDMA in a VM"
     if transport.interfaces:
-        yield "interface", _names(transport.interfaces)
+        yield "interface", some_of(transport.interfaces)
     if transport.intra_node:
         yield "inside nodes", transport.intra_node
     if transport.sharp:
         yield "SHARP", _SHARP[transport.sharp]
     if transport.pxn:
         yield "PXN", "used: a GPU passes data on to the adapter of another"
-
-
-def _names(names: Sequence[str]) -> str:
-    rest = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _machine(transport: Transport, root: Path) -> Iterator[Finding]:
@@ -122,7 +114,7 @@ def _machine(transport: Transport, root: Path) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "this machine",
-            f"it has {len(usable)} usable InfiniBand port(s) ({_names(usable)}), which the log does without. If the "
+            f"it has {len(usable)} usable InfiniBand port(s) ({some_of(usable)}), which the log does without. If the "
             "log is of this job, InfiniBand was there and not used.",
             "Run `azureml-strategy doctor` here: it names the settings that keep NCCL from it.",
         )

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from azureml_strategy.network.doctor.facts import Facts
+from azureml_strategy.network.doctor.facts import Facts, has_accelerators
 from azureml_strategy.network.findings import Finding, find_faults
 from azureml_strategy.network.infiniband import HCA
 from azureml_strategy.network.sysfs import read_text
@@ -86,7 +86,7 @@ def _topology(facts: Facts) -> Iterator[Finding]:
 
 def _interface(facts: Facts) -> Iterator[Finding]:
     interface = facts.node.bootstrap
-    if interface and (facts.num_nodes > 1 or facts.has_accelerators):
+    if interface and (facts.num_nodes > 1 or has_accelerators(facts.node)):
         speed = f", {interface.speed_gbps:g} Gb/s" if interface.speed_gbps else ""
         yield Finding("ok", "interface", f"{interface.name}{speed}: nodes meet over it")
     elif facts.num_nodes > 1 and facts.node.interfaces:
@@ -238,9 +238,6 @@ def _without_infiniband(size: VMSize, num_nodes: int) -> Finding:
 
 def _with_infiniband(size: VMSize) -> str:
     """A current size with the same GPU model and InfiniBand, else the size with the most common GPU that has it."""
-    fitting = [
-        each.name
-        for each in known_vm_sizes()
-        if each.infiniband and not each.retired and each.gpu_model == size.gpu_model
-    ]
+    current = (each for each in known_vm_sizes() if each.infiniband and not each.retired)
+    fitting = [each.name for each in current if each.gpu_model == size.gpu_model]
     return fitting[-1] if fitting else lookup_vm_size("ND96isr_H100_v5").name

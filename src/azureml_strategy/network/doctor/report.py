@@ -7,7 +7,7 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,7 @@ _NARROWEST_TEXT = 30
 
 @dataclass(frozen=True)
 class Section:
-    """Findings under one heading.
-
-    Attributes:
-        title: the heading.
-        findings: the findings, in the order shown.
-    """
+    """Findings under one heading, in the order shown."""
 
     title: str
     findings: tuple[Finding, ...]
@@ -50,12 +45,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """All findings, with the facts behind them.
-
-    Attributes:
-        sections: the sections that have findings.
-        facts: what was read, in a form that JSON can hold.
-    """
+    """The sections that have findings, and the facts from which these follow, in a form that JSON can hold."""
 
     sections: tuple[Section, ...]
     facts: Mapping[str, Any]
@@ -75,8 +65,8 @@ class Report:
         """The number of problems and warnings, such as `2 problems, 1 warning`."""
         verdicts = [finding.verdict for finding in self.findings]
         problems, warnings = verdicts.count("problem"), verdicts.count("warning")
-        parts = [_count(problems, "problem")] + [_count(warnings, "warning")] * bool(warnings)
-        return ", ".join(parts)
+        text = _count(problems, "problem")
+        return f"{text}, {_count(warnings, 'warning')}" if warnings else text
 
     @property
     def exit_code(self) -> int:
@@ -96,25 +86,13 @@ def _count(number: int, word: str) -> str:
 
 
 def without_secrets(report: Report, environ: Mapping[str, str]) -> Report:
-    """The report without secrets, safe to print and to share.
+    """The report without everything that looks like a secret, and without the values of variables with secret names."""
 
-    Args:
-        report: the report.
-        environ: environment variables. The values of those with secret names are removed from the report, as is
-            everything that looks like a secret.
-    """
-    sections = []
-    for section in report.sections:
-        findings = (
-            replace(
-                finding,
-                subject=printable(finding.subject, environ),
-                text=printable(finding.text, environ),
-                advice=printable(finding.advice, environ),
-            )
-            for finding in section.findings
-        )
-        sections.append(Section(section.title, tuple(findings)))
+    def without(finding: Finding) -> Finding:
+        texts = (printable(text, environ) for text in (finding.subject, finding.text, finding.advice))
+        return Finding(finding.verdict, *texts)
+
+    sections = [Section(section.title, tuple(map(without, section.findings))) for section in report.sections]
     return Report(tuple(sections), printable(report.facts, environ))
 
 
@@ -135,12 +113,7 @@ def _plain(value: Any) -> Any:
 
 
 def render(report: Report, width: int) -> str:
-    """The report as aligned lines, with the summary last.
-
-    Args:
-        report: the report.
-        width: column to wrap at.
-    """
+    """The report as aligned lines that wrap at a column, with the summary last."""
     subjects = [len(finding.subject) for finding in report.findings]
     column = max((length for length in subjects if length <= _WIDEST_SUBJECT), default=0)
     lines = []
@@ -190,10 +163,8 @@ def examine(
 ) -> Report:
     """Examine this machine, and the job if this process belongs to one, without changing anything.
 
-    Args:
-        root: the folder that holds `sys`, `proc`, `dev`, `etc` and the rest.
-        environ: environment variables; those of this process by default.
-        versions: version of each package; those installed here by default.
+    `root` is the folder that holds `sys`, `proc`, `dev`, `etc` and the rest. Variables and versions of packages are
+    those of this process by default.
     """
     environ = os.environ if environ is None else environ
     facts = read_facts(Path(root), environ, installed_versions() if versions is None else versions)

@@ -17,11 +17,11 @@ from azureml_strategy.network.findings import Finding, find_faults
 
 def check_launch(facts: Facts) -> Iterator[Finding]:
     """Report how the process was launched, and in which job."""
+    launch = facts.launch
     if facts.launch_error:
         trains = isinstance(facts.launch_error, UnknownNodesError)
         yield Finding("warning" if trains else "problem", "launch", str(facts.launch_error))
-    elif facts.launch:
-        launch = facts.launch
+    elif launch:
         yield Finding(
             "ok",
             "launch",
@@ -59,8 +59,7 @@ def check_settings(facts: Facts) -> Iterator[Finding]:
     for setting in facts.plan.kept:
         if setting.variable not in wrong:
             source = "the environment" if setting.source == "environment" else setting.source
-            text = f"{setting.value}  Set already, in {source}; it stays."
-            yield Finding("ok", setting.variable, text)
+            yield Finding("ok", setting.variable, f"{setting.value}  Set already, in {source}; it stays.")
     yield from conflicts
 
 
@@ -91,19 +90,14 @@ def check_versions(facts: Facts) -> Iterator[Finding]:
 
 
 def find_unsupported(versions: Mapping[str, str | None]) -> Iterator[Finding]:
-    """Find packages that are missing, too old, or incompatible with one another.
-
-    Args:
-        versions: version of each package, from `installed_versions`.
-    """
+    """Find packages that are missing, too old, or incompatible with one another."""
     for name, oldest in _OLDEST.items():
         wanted = ".".join(map(str, oldest))
-        found = versions[name]
+        found, advice = versions[name], f"pip install '{name}>={wanted}'"
         if found is None:
-            yield Finding("problem", name, "it is not installed.", f"pip install '{name}>={wanted}'")
+            yield Finding("problem", name, "it is not installed.", advice)
         elif _number(found) < oldest:
-            text = f"{found} is older than {wanted}, with which this package works."
-            yield Finding("warning", name, text, f"pip install '{name}>={wanted}'")
+            yield Finding("warning", name, f"{found} is older than {wanted}, with which this package works.", advice)
     if versions["azureml-mlflow"] and _number(versions["mlflow"]) >= _MLFLOW_BEYOND_AZURE:
         yield Finding(
             "warning",
@@ -130,11 +124,7 @@ def installed_versions() -> dict[str, str | None]:
 
 
 def installed_version(name: str) -> str | None:
-    """Version of a package, whichever distribution provides it; None if it is not installed.
-
-    Args:
-        name: as in the report, or of any other distribution.
-    """
+    """Version of a package of the report, or of any other distribution; None if it is not installed."""
     return next(filter(None, map(_version, _DISTRIBUTIONS.get(name, (name,)))), None)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeVar
+
+from azureml_strategy.network.infiniband import natural_order
 
 LIMIT = 1 << 13  # keys kept in a dictionary, which bounds the memory for any log
 
@@ -52,14 +54,12 @@ def family(network: str) -> Family | None:
 
 def slowest(kinds: Iterable[Kind]) -> Kind:
     """The slowest of the transports in use, which sets the pace of a collective; `unknown` if none is known."""
-    seen = set(kinds)
-    return next((kind for kind in _SLOWEST_FIRST if kind in seen), "unknown")
+    return min((kind for kind in kinds if kind != "unknown"), key=_SLOWEST_FIRST.index, default="unknown")
 
 
 def fastest(kinds: Iterable[Kind]) -> Kind:
     """The fastest of the transports that could be used; `unknown` if none is known."""
-    seen = set(kinds)
-    return next((kind for kind in reversed(_SLOWEST_FIRST) if kind in seen), "unknown")
+    return max((kind for kind in kinds if kind != "unknown"), key=_SLOWEST_FIRST.index, default="unknown")
 
 
 class Devices:
@@ -82,7 +82,9 @@ class Devices:
         found = False
         for entry in _ENTRY.finditer(text):
             for name, link, sharp in _DEVICE.findall(entry[2] or entry[3] or ""):
-                self._add(host, int(entry[1]), name, link)
+                self.add_name(name, link)
+                remember(self._by_index, (host, int(entry[1])), set())
+                self._by_index.get((host, int(entry[1])), set()).add(link)
                 self.sharp |= bool(sharp)
                 found = True
         return found
@@ -94,44 +96,26 @@ class Devices:
                 self.links[part] = self.links[part] or link
             remember(self.links, part, link)
 
-    def _add(self, host: str | None, index: int, name: str, link: str) -> None:
-        self.add_name(name, link)
-        remember(self._by_index, (host, index), set())
-        self._by_index.get((host, index), set()).add(link)
-
     def is_ethernet(self, host: str | None = None, index: int | None = None) -> bool:
         """Whether a channel over this device runs over Ethernet; if the device is not listed, all devices decide."""
         links = self._by_index.get((host, index)) if index is not None else None
         links = links or {link for link in self.links.values() if link}
         return links == {"RoCE"} or (not links and self.gids)
 
-    def with_link(self, *links: str | None) -> Iterator[str]:
+    def with_link(self, *links: str | None) -> list[str]:
         """Names of the devices with one of these link layers, in natural sort order."""
-        return iter(sorted((name for name, link in self.links.items() if link in links), key=_natural))
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+        return sorted((name for name, link in self.links.items() if link in links), key=natural_order)
 
 
 class Route(NamedTuple):
-    """A route between two ranks.
+    """A route between two ranks: over a device of a network, or inside a node without either."""
 
-    Attributes:
-        name: `NET/IB`, `COLLNET/SHARP`, or a route inside the node such as `P2P/IPC/read`.
-        network: name of the network; None inside a node.
-        device: index of the network device; None inside a node.
-        gpudirect: whether the adapter reads and writes GPU memory directly.
-        proxied: whether another GPU of the node, closer to the adapter, forwards the data (PXN).
-        collnet: whether the switches reduce (SHARP).
-    """
-
-    name: str
+    name: str  # `NET/IB`, `COLLNET/SHARP`, or inside the node such as `P2P/IPC/read`
     network: str | None = None
-    device: int | None = None
-    gpudirect: bool = False
-    proxied: bool = False
-    collnet: bool = False
+    device: int | None = None  # its index
+    gpudirect: bool = False  # whether the adapter reads and writes GPU memory directly
+    proxied: bool = False  # whether another GPU of the node, closer to the adapter, forwards the data (PXN)
+    collnet: bool = False  # whether the switches reduce (SHARP)
 
 
 def parse_route(text: str) -> Route | None:

@@ -1,6 +1,4 @@
-"""Gathers the facts from the messages of a log, and explains failure messages: the first rule that matches explains
-it.
-"""
+"""Gathers the facts from the messages of a log, and explains failure messages by rules."""
 
 from __future__ import annotations
 
@@ -36,15 +34,7 @@ _WATCHED_SETTINGS = {"NCCL_IB_DISABLE", "NCCL_NET", "NCCL_IB_HCA"}
 
 
 class Rule(NamedTuple):
-    """A kind of message, its explanation and what to do.
-
-    Attributes:
-        name: name of the kind.
-        pattern: pattern to find in the message.
-        severity: how bad it is.
-        explanation: what it means.
-        fix: what to do or type.
-    """
+    """A kind of message, found by a pattern, what it means, and what to do or type."""
 
     name: str
     pattern: re.Pattern[str]
@@ -53,7 +43,8 @@ class Rule(NamedTuple):
     fix: str
 
 
-NETWORK_RULES = (
+# The first rule that matches a message explains it.
+RULES = (
     Rule(
         "no interface",
         re.compile(r"no (?:socket|usable listening) interface found|no interface found", re.I),
@@ -173,10 +164,6 @@ NETWORK_RULES = (
         "an interface that other nodes cannot reach.",
         "Set NCCL_SOCKET_IFNAME=eth0 on all nodes; if it is set, look for the rank that died first.",
     ),
-)
-
-
-PROCESS_RULES = (
     Rule(
         "duplicate GPU",
         re.compile(r"Duplicate GPU detected"),
@@ -277,7 +264,7 @@ def explain(text: str) -> LogError:
         # Status 5 is a consequence of another error.
         severity: Severity = "warning" if completion.status == 5 else "problem"
         return LogError(f"completion {completion.status}", text, completion.explanation, completion.fix, severity)
-    for rule in (*NETWORK_RULES, *PROCESS_RULES):
+    for rule in RULES:
         if rule.pattern.search(text):
             return LogError(rule.name, text, rule.explanation, rule.fix, rule.severity)
     return LogError(
@@ -290,45 +277,28 @@ def explain(text: str) -> LogError:
 
 
 class Evidence:
-    """Facts from one log, for all its ranks and hosts together.
-
-    Attributes:
-        routes: number of channel lines for each host and route.
-        selected: the networks that hosts reported to use.
-        loaded: networks found at start, which are not necessarily used.
-        interfaces: interfaces of the bootstrap and of sockets, in the order seen.
-        bootstrap: interfaces of the bootstrap, over which the ranks found one another.
-        hosts: hosts that wrote a message.
-        settings: NCCL variables that choose a network, as NCCL read them.
-        gpudirect: NCCL's decisions about GPUDirect RDMA, for GPUs (`GPU`) or only for adapters (`HCA`).
-        without_module: the first line that blames a missing kernel module for the lack of GPUDirect RDMA.
-        without_device: the first line that reports no verbs device.
-        failed: network of a failed transfer.
-        relaxed_ordering: whether a list of adapters shows relaxed ordering; None without a list.
-        nodes: nodes of the largest communicator; 0 if NCCL does not report it.
-        nvlink_between_nodes: whether NVLink spans the nodes (MNNVL).
-    """
+    """Facts from one log, for all its ranks and hosts together. Dictionaries without values are ordered sets."""
 
     def __init__(self) -> None:
-        self.routes: dict[tuple[str | None, Route], int] = {}
-        self.selected: dict[tuple[str | None, str], None] = {}
-        self.loaded: dict[str, None] = {}
-        self.bootstrap: dict[str, None] = {}
-        self.interfaces: dict[str, None] = {}
-        self.hosts: dict[str, None] = {}
-        self.settings: dict[str, str] = {}
-        self.gpudirect: dict[str, set[bool]] = {}
-        self.without_module: str | None = None
-        self.without_device: str | None = None
-        self.failed: str | None = None
+        self.routes: dict[tuple[str | None, Route], int] = {}  # channel lines of each host and route
+        self.selected: dict[tuple[str | None, str], None] = {}  # the networks that hosts reported to use
+        self.loaded: dict[str, None] = {}  # networks found at start, which are not necessarily used
+        self.bootstrap: dict[str, None] = {}  # interfaces over which the ranks found one another
+        self.interfaces: dict[str, None] = {}  # those of the bootstrap and of sockets, in the order of the log
+        self.hosts: dict[str, None] = {}  # hosts that wrote a message
+        self.settings: dict[str, str] = {}  # variables that choose a network, as NCCL read them
+        self.gpudirect: dict[str, set[bool]] = {}  # NCCL's decisions for GPUs (`GPU`) or only for adapters (`HCA`)
+        self.without_module: str | None = None  # first line that blames a missing kernel module for no GPUDirect RDMA
+        self.without_device: str | None = None  # first line that reports no verbs device
+        self.failed: str | None = None  # network of a failed transfer
         self.devices = Devices()
-        self.relaxed_ordering: bool | None = None
+        self.relaxed_ordering: bool | None = None  # whether a list of adapters shows it; None without a list
         self.errors = ErrorLog(explain)
         self.version: str | None = None
         self.library: Literal["nccl", "rccl"] = "nccl"
         self.ranks: int | None = None
-        self.nodes = 0
-        self.nvlink_between_nodes = False
+        self.nodes = 0  # of the largest communicator; 0 if NCCL does not report it
+        self.nvlink_between_nodes = False  # MNNVL
         self._expects_error = False
 
     def channel(self, host: str | None, route: Route, lines: int) -> None:
@@ -352,8 +322,7 @@ class Evidence:
     def other(self, text: str) -> int:
         """Read a line that names NCCL but is not its message, such as torch's report of an exception.
 
-        Returns:
-            How many of the following lines to pass on as well.
+        Return how many of the following lines to pass on as well.
         """
         self._version(text)
         text = _RANK.sub("", text.strip())

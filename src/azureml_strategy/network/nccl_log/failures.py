@@ -89,11 +89,8 @@ class LogError:
 class ErrorLog:
     """Collects errors in bounded memory.
 
-    Messages that differ only in their numbers count as one error. Each kind of error keeps a few texts.
-
-    Args:
-        explain: turns a message into an error; called once for equal messages, because a log may repeat one a million
-            times.
+    Messages that differ only in their numbers count as one error, and are explained once: a log may repeat one a
+    million times. Each kind of error keeps a few texts.
     """
 
     def __init__(self, explain: Callable[[str], LogError]) -> None:

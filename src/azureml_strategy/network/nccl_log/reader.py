@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from typing import Protocol, Union, runtime_checkable
 
-from azureml_strategy.network.nccl_log.devices import LIMIT, Kind, Route, parse_route
+from azureml_strategy.network.nccl_log.devices import LIMIT, Kind, parse_route
 from azureml_strategy.network.nccl_log.evidence import Evidence
 from azureml_strategy.network.nccl_log.transport import Sharp, Transport, Verdict, find, find_errors, judge
 
@@ -81,29 +81,12 @@ def _decoded(pieces: Iterable[str | bytes]) -> Iterator[str]:
         yield piece if isinstance(piece, str) else decoder.decode(piece)
 
 
-class Sink(Protocol):
-    """Receives the messages."""
-
-    def channel(self, host: str | None, route: Route, lines: int) -> None:
-        """Take a number of channel lines, one for each connection, of one host and route."""
-
-    def message(self, host: str | None, level: str, text: str) -> None:
-        """Take any other message; the level is `INFO` or `WARN`."""
-
-    def other(self, text: str) -> int:
-        """Take a line that names NCCL but is not its message; returns how many of the following lines to pass on."""
-
-
 class Messages:
-    """Passes NCCL's messages to a sink, without the prefixes of launchers.
+    """Passes NCCL's messages to the evidence, without the prefixes of launchers."""
 
-    Args:
-        sink: receives the messages.
-    """
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self._wanted = 0
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        self._wanted = 0  # how many of the next lines the evidence wants, whatever they are
         self._open: _Open | None = None
         self._counted: dict[tuple[str, str], int] = {}
 
@@ -128,14 +111,14 @@ class Messages:
         self._close_message()
         for (process, text), lines in self._counted.items():
             if route := parse_route(text):
-                self._sink.channel(_host(process), route, lines)
+                self._evidence.channel(_host(process), route, lines)
         self._counted.clear()
 
     def _close_message(self) -> None:
         if self._open:
             host, level, lines = self._open
             self._open = None
-            self._sink.message(host, level, lines[0].rstrip())
+            self._evidence.message(host, level, lines[0].rstrip())
 
     def _line(self, line: str, key: tuple[str, str]) -> None:
         self._close_message()
@@ -143,7 +126,7 @@ class Messages:
             line = _COLOUR.sub("", line)
         prefix, *parts = _MARK.split(line)
         if not parts:
-            self._wanted = self._sink.other(line)
+            self._wanted = self._evidence.other(line)
         elif len(parts) == 2 and self._can_count(prefix, parts[0], key):
             self._counted[key] = 1
         else:
@@ -161,16 +144,16 @@ class Messages:
         via = text.rfind(" via ")
         route = parse_route(text[via + 5 :]) if via >= 0 and level == "INFO" else None
         if route:
-            self._sink.channel(host, route, 1)
+            self._evidence.channel(host, route, 1)
         elif _is_cut(text):
             self._close_message()
             self._open = (host, level, [text])
         else:
-            self._sink.message(host, level, text.rstrip())
+            self._evidence.message(host, level, text.rstrip())
 
     def _continue_message(self, line: str) -> None:
         if self._open is None:
-            self._wanted = max(self._wanted - 1, self._sink.other(line))
+            self._wanted = max(self._wanted - 1, self._evidence.other(line))
             return
         host, level, lines = self._open
         lines.append(line)

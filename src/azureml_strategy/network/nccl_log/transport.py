@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -108,7 +108,6 @@ def _details(transport: Transport) -> list[str]:
 _ABOUT_NETWORKS = {"no device", "libibverbs"}
 # After these errors there is no communicator.
 _NOTHING_ESTABLISHED = {"no interface", "bootstrap time-out"}
-
 _MOST_NAMES = 8  # names that a text lists
 _VIRTUAL_FUNCTION = "enP"
 _BRIDGES = ("docker", "virbr", "veth", "br-")  # interfaces that do not leave the host
@@ -134,7 +133,7 @@ def judge(evidence: Evidence) -> Verdict:
     """Decide which transport NCCL uses between nodes.
 
     Channel lines decide first, then the networks selected at start, then the fastest network found at start: NCCL 2.4
-    mentions sockets, for its bootstrap, even if it uses InfiniBand.
+    mentions sockets, for its bootstrap, even if it uses InfiniBand. Errors decide last.
     """
     uses = _distinct(
         _use(evidence, host, route.network, route.device) for host, route in evidence.routes if route.network
@@ -151,10 +150,6 @@ def judge(evidence: Evidence) -> Verdict:
         uses = _distinct(_use(evidence, None, network) for network in evidence.loaded)
         best = fastest(use.kind for use in uses)
         return Verdict(best, "init", tuple(use for use in uses if use.kind == best))
-    return _judge_by_errors(evidence)
-
-
-def _judge_by_errors(evidence: Evidence) -> Verdict:
     if evidence.routes:
         return Verdict("p2p-only", "channels")
     if evidence.failed:
@@ -173,13 +168,10 @@ def _is_one_node(evidence: Evidence) -> bool:
 
 def _use(evidence: Evidence, host: str | None, network: str, device: int | None = None) -> Use:
     found = family(network)
-    kind: Kind = "unknown"
     # An unknown plugin uses the verbs devices if the log lists any.
     if found == "verbs" or (found is None and evidence.devices.links):
-        kind = "roce" if evidence.devices.is_ethernet(host, device) else "ib"
-    elif found is not None:
-        kind = found
-    return Use(host, network, kind)
+        return Use(host, network, "roce" if evidence.devices.is_ethernet(host, device) else "ib")
+    return Use(host, network, found or "unknown")
 
 
 def _distinct(uses: Iterable[Use]) -> tuple[Use, ...]:
@@ -206,17 +198,17 @@ def without_network(errors: Iterable[LogError]) -> tuple[LogError, ...]:
 
 def find_errors(evidence: Evidence, verdict: Verdict) -> tuple[LogError, ...]:
     """The failures that the log reports, and a fallback to sockets."""
-    errors = (*evidence.errors, *find_fallback(evidence, verdict))
-    said_one_node = evidence.nodes == 1 and len(evidence.hosts) <= 1
-    return without_network(errors) if said_one_node else errors
+    errors = (*evidence.errors, *_fallback(evidence, verdict))
+    is_one_node = evidence.nodes == 1 and len(evidence.hosts) <= 1
+    return without_network(errors) if is_one_node else errors
 
 
-def find_fallback(evidence: Evidence, verdict: Verdict) -> Iterator[LogError]:
+def _fallback(evidence: Evidence, verdict: Verdict) -> Iterator[LogError]:
     """The error that NCCL fell back to sockets because it saw no adapter.
 
     Its message alone does not prove a fallback: NCCL may then use another network.
     """
-    if verdict.kind == "socket" and evidence.without_device and not any(evidence.devices.with_link("IB")):
+    if verdict.kind == "socket" and evidence.without_device and not evidence.devices.with_link("IB"):
         yield LogError(
             "no device",
             evidence.without_device,
@@ -235,7 +227,7 @@ def _mixed(verdict: Verdict) -> Iterator[LogError]:
     if len({use.kind for use in verdict.uses}) > 1:
         yield LogError(
             "mixed transports",
-            "; ".join(f"{network} on {_names(sorted(hosts))}" for network, hosts in by_network.items()),
+            "; ".join(f"{network} on {some_of(sorted(hosts))}" for network, hosts in by_network.items()),
             "Ranks use different transports. Every collective waits for the slowest.",
             "Compare the first lines of NCCL on these hosts: adapters, plugin, and variables that begin with NCCL_ "
             "must be the same.",
@@ -244,10 +236,10 @@ def _mixed(verdict: Verdict) -> Iterator[LogError]:
 
 
 def _infiniband_unused(evidence: Evidence) -> Iterator[LogError]:
-    if hcas := list(evidence.devices.with_link("IB")):
+    if hcas := evidence.devices.with_link("IB"):
         yield LogError(
             "InfiniBand unused",
-            f"InfiniBand adapters {_names(hcas)} are there, but traffic goes over sockets.",
+            f"InfiniBand adapters {some_of(hcas)} are there, but traffic goes over sockets.",
             "TCP carries the traffic between nodes, at a fraction of the bandwidth.",
             f"Unset {_hidden_by(evidence) or 'NCCL_NET and NCCL_IB_DISABLE'}, and see that the plugin loads.",
             "problem",
@@ -258,7 +250,7 @@ def _ip_over_infiniband(evidence: Evidence) -> Iterator[LogError]:
     if names := [name for name in evidence.interfaces if name.startswith("ib")]:
         yield LogError(
             "IPoIB",
-            f"Sockets over {_names(names)}",
+            f"Sockets over {some_of(names)}",
             "Interfaces whose names begin with ib are usually IP over InfiniBand: TCP, slower than verbs on the same "
             "adapter.",
             "Set NCCL_SOCKET_IFNAME=eth0, and let NCCL use the adapters themselves (unset NCCL_IB_DISABLE).",
@@ -272,7 +264,7 @@ def _virtual_function(evidence: Evidence) -> Iterator[LogError]:
     if names and others:
         yield LogError(
             "virtual function",
-            f"Sockets over {_names(names)} beside {_names(others)}",
+            f"Sockets over {some_of(names)} beside {some_of(others)}",
             "On Azure enP... is the virtual function of accelerated networking. It carries the traffic of eth0, and "
             "has no address that other nodes reach: connections over it fail, or wait until they are tried elsewhere.",
             "Set NCCL_SOCKET_IFNAME=eth0 on all nodes.",
@@ -281,14 +273,14 @@ def _virtual_function(evidence: Evidence) -> Iterator[LogError]:
 
 
 def _roce(evidence: Evidence) -> Iterator[LogError]:
-    roce = list(evidence.devices.with_link("RoCE"))
-    hcas = list(evidence.devices.with_link("IB"))
+    roce = evidence.devices.with_link("RoCE")
+    hcas = evidence.devices.with_link("IB")
     fix = "Set NCCL_IB_DISABLE=1: TCP over the same adapter is what Azure supports on sizes without InfiniBand."
     if hcas:
         fix = "Set NCCL_IB_HCA=" + "=" + ",".join(f"{name}:1" for name in hcas) + ", which leaves Ethernet out."
     yield LogError(
         "RoCE",
-        f"Verbs over Ethernet: {_names(roce)}",
+        f"Verbs over Ethernet: {some_of(roce)}",
         "NCCL says IB of any verbs device. These are Ethernet devices, on Azure the virtual function of accelerated "
         "networking (mlx5_an0): no InfiniBand.",
         fix,
@@ -324,7 +316,7 @@ def _wrong_interface(evidence: Evidence) -> Iterator[LogError]:
     if wrong and (len(evidence.hosts) > 1 or evidence.nodes > 1):
         yield LogError(
             "wrong interface",
-            f"Bootstrap over {_names(wrong)}",
+            f"Bootstrap over {some_of(wrong)}",
             "Ranks tell one another an address that other nodes cannot reach. Excluding the only adapter "
             "(NCCL_SOCKET_IFNAME=^eth) leads here too.",
             "Set NCCL_SOCKET_IFNAME=eth0.",
@@ -336,6 +328,7 @@ def _hidden_by(evidence: Evidence) -> str:
     return " and ".join(f"{name}={value}" for name, value in evidence.settings.items())
 
 
-def _names(names: list[str]) -> str:
+def some_of(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
