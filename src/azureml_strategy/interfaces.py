@@ -5,18 +5,21 @@ A room that checks for one need not import the room that implements it. Protocol
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from azureml_strategy.checkpoint.folder import FileChecksums
     from azureml_strategy.control.gather import Exchange
 
+# The label of what has no loss. torch's cross_entropy and transformers ignore it by default.
+IGNORED_LABEL = -100
 # What `SharesCopies.copies` returns where all ranks hold the same.
 ALL_RANKS = "all ranks"
 # Of one logger: name, value, step and milliseconds since 1970 of each metric.
@@ -228,3 +231,22 @@ class NamesInputs(Protocol):
 
     def pipeline_batch(self, batch: Any) -> tuple[Any, Any]:
         """Split a batch into the input of the forward pass and what the loss is computed with."""
+
+
+@dataclass(frozen=True)
+class ChainLayer:
+    """One layer of a network that is a chain. Its input is the output of the layer before it.
+
+    Attributes:
+        build: builds the layer, with the same parameters at every call and in every process.
+        name: unique in the chain.
+        kind: the layer type, by which layers are counted when a chain is cut by layer type.
+        tied: layers with the same key share one parameter; None for a layer that shares nothing.
+        tied_parameter: the name of that parameter in this layer.
+    """
+
+    build: Callable[[], nn.Module]
+    name: str
+    kind: str
+    tied: str | None = None
+    tied_parameter: str = "weight"

@@ -12,9 +12,9 @@ from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from azureml_strategy.interfaces import IGNORED_LABEL
 from azureml_strategy.models import ImageClassifier, ResNet50
 from azureml_strategy.models.classifier import IMAGENET_MEAN, IMAGENET_STD
-from azureml_strategy.models.evaluation import IGNORED
 
 
 def _network(classes: int = 3) -> nn.Module:
@@ -160,12 +160,12 @@ def test_the_optimizer_is_nesterovs() -> None:
 @pytest.mark.parametrize("stage", ["val", "test"])
 def test_metrics_are_those_of_the_valid_samples(stage: str) -> None:
     images, labels = _data(11).tensors
-    labels[[0, 1, 2, 3, 9]] = IGNORED  # the first batch has no valid sample, and the last is smaller
+    labels[[0, 1, 2, 3, 9]] = IGNORED_LABEL  # the first batch has no valid sample, and the last is smaller
     classifier = ImageClassifier(_network())
     trainer = _trainer()
     run = trainer.validate if stage == "val" else trainer.test
     (metrics,) = run(classifier, DataLoader(TensorDataset(images, labels), batch_size=4), verbose=False)
-    valid = labels != IGNORED
+    valid = labels != IGNORED_LABEL
     with torch.no_grad():
         logits = classifier.eval()(images)[valid]
     expected = torch.nn.functional.cross_entropy(logits, labels[valid])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from azureml_strategy.models.evaluation import (
-    IGNORED,
+    IGNORED_LABEL,
     evaluation_means,
     evaluation_sums,
     mean_cross_entropy,
@@ -22,7 +22,7 @@ def _plainly(logits: Tensor, labels: Tensor) -> tuple[float, float, float]:
     """Mean loss, top-1 and top-5, without a tensor operation over more than one sample."""
     losses, first, fifth = [], [], []
     for row, label in zip(logits.tolist(), labels.tolist(), strict=True):
-        if label == IGNORED:
+        if label == IGNORED_LABEL:
             continue
         losses.append(math.log(sum(math.exp(value) for value in row)) - row[label])
         order = sorted(range(len(row)), key=lambda place: -row[place])
@@ -37,7 +37,7 @@ def test_means_over_uneven_batches_are_those_of_the_samples(classes: int, sizes:
     sizes = [*sizes, 3]
     logits = torch.randn(sum(sizes), classes, generator=generator)
     labels = torch.randint(classes, (sum(sizes),), generator=generator)
-    labels[torch.rand(len(labels), generator=generator) < 0.3] = IGNORED
+    labels[torch.rand(len(labels), generator=generator) < 0.3] = IGNORED_LABEL
     labels[-1] = 0  # at least one is valid
     sums = torch.zeros(4, dtype=torch.float64)
     for some_logits, some_labels in zip(logits.split(sizes), labels.split(sizes), strict=True):
@@ -50,7 +50,7 @@ def test_means_over_uneven_batches_are_those_of_the_samples(classes: int, sizes:
 
 
 def test_a_batch_of_ignored_labels_adds_nothing() -> None:
-    sums = evaluation_sums(torch.randn(3, 7), torch.full((3,), IGNORED))
+    sums = evaluation_sums(torch.randn(3, 7), torch.full((3,), IGNORED_LABEL))
     assert sums.tolist() == [0.0, 0.0, 0.0, 0.0]
 
 
@@ -72,14 +72,14 @@ def test_half_precision_logits_are_counted_in_single_precision() -> None:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_training_loss_is_torchs_mean(smoothing: float) -> None:
-    logits, labels = torch.randn(6, 5), torch.tensor([0, 4, IGNORED, 2, IGNORED, 1])
+    logits, labels = torch.randn(6, 5), torch.tensor([0, 4, IGNORED_LABEL, 2, IGNORED_LABEL, 1])
     expected = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
     torch.testing.assert_close(mean_cross_entropy(logits, labels, smoothing), expected)
 
 
 def test_the_training_loss_of_ignored_labels_is_zero_with_zero_gradients() -> None:
     logits = torch.randn(2, 5, requires_grad=True)
-    loss = mean_cross_entropy(logits, torch.tensor([IGNORED, IGNORED]), 0.1)
+    loss = mean_cross_entropy(logits, torch.tensor([IGNORED_LABEL, IGNORED_LABEL]), 0.1)
     loss.backward()
     assert loss.item() == 0.0
     assert logits.grad is not None

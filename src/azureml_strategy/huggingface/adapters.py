@@ -1,4 +1,4 @@
-"""Adapters of peft: which parameters belong to the base and need not be written, and a check that a base is the same.
+"""Adapters of peft: which parameters belong to the base and need not be written, and checksums to compare bases by.
 
 A checkpoint of adapters holds no copy of the frozen base, but a checksum of each of its parameters. The checksums are
 computed from the parameters in memory, not from files: the adapters were trained on what is in memory.
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-# Initial values of LoRA that are computed from the base's weights and subtracted from them (PiSSA, OLoRA, CorDA, LoftQ)
-# are not among these: the base in memory is then no longer that of the file.
+# Ways to initialise LoRA that leave the base as it is in the file. PiSSA, OLoRA, CorDA and LoftQ compute the adapters
+# from the base's weights, and subtract them from these.
 _INITIAL_VALUES = (True, False, None, "gaussian", "orthogonal", "eva")
 _MODULUS = 1 << 64
-# Elements that are converted at a time: 64 MB in float32.
+# Numbers that are converted at a time: 64 MB in float32.
 _CHUNK = 1 << 24
 
 
@@ -59,7 +59,7 @@ def base_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def is_original(name: str) -> bool:
-    """Whether a parameter is the original of a module that peft trains a copy of. It is not used, and any values do."""
+    """Whether a parameter belongs to a module that peft has replaced by a trained copy. Nothing uses its values."""
     return ".original_module." in name
 
 
@@ -85,17 +85,11 @@ def _adapter_parameters(wrapped: PeftModel) -> set[int]:
 
 
 def checksums(parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """Compute a checksum of each parameter, however it is spread over the ranks; a collective.
+    """Compute a checksum below 2 ** 64 of each parameter, however it is spread over the ranks; a collective.
 
     It is the sum of the numbers' bits, read as float32. So each rank adds up what it holds, and the result is the same
     for any number of ranks. It detects other values, such as those of another revision or of further training, but not
-    the same values in another order.
-
-    Args:
-        parameters: whole ones, DTensors, or those that DeepSpeed has cut.
-
-    Returns:
-        Numbers below 2 ** 64, by the parameters' names.
+    the same values in another order. Parameters may be whole, DTensors, or cut by DeepSpeed.
     """
     held = gather(list(own_checksums(parameters).values()))
     totals = [sum(parts) % _MODULUS for parts in zip(*held, strict=True)]

@@ -30,11 +30,11 @@ class BaseModelError(ValueError):
 
 
 class RecordsModels(PlainDataStrategy):
-    """Mix-in for strategies whose checkpoints tell of the transformers models in them.
+    """Mix-in for strategies whose checkpoints describe the transformers models in them.
 
-    From them, `azureml-strategy consolidate --format hf` makes a folder for `from_pretrained`. Frozen parameters of a
-    base that peft has wrapped are left out of the module's state dict while the strategy runs, if they come from files.
-    A checkpoint has their checksums instead, and one that was written on another base is refused.
+    `azureml-strategy consolidate --format hf` makes a folder for `from_pretrained` of such a checkpoint. While the
+    strategy runs, the frozen parameters of a base that peft has wrapped are left out of the module's state dict, if
+    they come from files. A checkpoint has their checksums instead, and one that was written on another base is refused.
     """
 
     leaves_base_out: ClassVar[bool] = True
@@ -55,7 +55,7 @@ class RecordsModels(PlainDataStrategy):
     def recording_models(self) -> Iterator[None]:
         """Read what is to be recorded before the strategy cuts the module, and checksums once its weights are final.
 
-        This is a collective for a module whose base is left out.
+        Checksums are computed by a collective, if a base is left out.
         """
         module = self._leave_base_out()
         self._models, self._places = record_models(module), places_of_files(module)
@@ -107,15 +107,7 @@ class RecordsModels(PlainDataStrategy):
         return bool(self._models)
 
     def export_hugging_face(self, checkpoint: Path, output: Path) -> None:
-        """Write a folder for `from_pretrained` from a checkpoint of this strategy. One process calls it.
-
-        Args:
-            checkpoint: complete on disk.
-            output: the folder. It appears complete or not at all. Several models get a folder in it each.
-
-        Raises:
-            CheckpointFormatError: the checkpoint lacks something.
-        """
+        """See `ExportsModels`."""
         from azureml_strategy.huggingface.export import ExportOptions, write_hugging_face
 
         several = len(self._models) > 1
@@ -125,7 +117,7 @@ class RecordsModels(PlainDataStrategy):
             write_hugging_face(checkpoint, to, ExportOptions(module=each.name, merge=merge))
 
     def _leave_base_out(self) -> nn.Module:
-        """Leave the base out of the module's state dict from now on. Strategies load before or after `setup`."""
+        """Leave the base out of the state dict from now on. Strategies load a checkpoint before or after `setup`."""
         module = self.lightning_module
         assert module is not None
         if self.leaves_base_out and self._without_base is None:
@@ -134,11 +126,7 @@ class RecordsModels(PlainDataStrategy):
         return module
 
     def _check_base(self) -> None:
-        """Compare the base with that of the loaded checkpoint.
-
-        Raises:
-            BaseModelError: the adapters were trained on another one.
-        """
+        """Refuse a loaded checkpoint whose adapters were trained on another base."""
         if self._loaded is None:
             return
         path, record = self._loaded
@@ -155,7 +143,7 @@ class RecordsModels(PlainDataStrategy):
             )
 
     def _keep_base(self, path: str) -> None:
-        """Write the base too from now on: a checkpoint with a base in it has just replaced the base from the files."""
+        """Write the base too from now on: a checkpoint with a base in it has replaced the values from the files."""
         if self._without_base is None:
             return
         if not self._without_base.overwritten:
@@ -171,12 +159,7 @@ class RecordsModels(PlainDataStrategy):
 class _WithoutBase:
     """Leaves parameters out of a module's state dict, and allows them to be missing when one is loaded.
 
-    Args:
-        module: the LightningModule.
-        names: what to leave out.
-
-    Attributes:
-        overwritten: whether the last state dict that was loaded held them nevertheless.
+    `overwritten` says whether the last state dict that was loaded held all of them nevertheless.
     """
 
     def __init__(self, module: nn.Module, names: Any) -> None:

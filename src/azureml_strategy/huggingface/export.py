@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,7 @@ _GENERATION = "generation_config.json"
 
 def skeleton(record: ModelRecord) -> PreTrainedModel:
     """Make the model without weights."""
-    kind = _class(record)
-    config = kind.config_class.from_dict(_without_code(json.loads(record.config)))
+    kind, config = _class_and_config(record)
     config.name_or_path = record.source
     with torch.device("meta"):
         model: PreTrainedModel = kind(config)
@@ -68,7 +67,7 @@ def _without_code(config: Any) -> Any:
     return {name: _without_code(each) for name, each in config.items() if name not in KEYS_OF_CODE}
 
 
-def _class(record: ModelRecord) -> Any:
+def _class_and_config(record: ModelRecord) -> tuple[Any, Any]:
     import transformers
 
     kind = getattr(transformers, record.kind, None) if record.kind.isidentifier() else None
@@ -77,23 +76,11 @@ def _class(record: ModelRecord) -> Any:
             f"The model is a {record.kind}, a class that transformers does not have. Save it from your own code: "
             "model.save_pretrained(FOLDER) after load_from_checkpoint."
         )
-    return kind
+    return kind, cast(Any, kind.config_class).from_dict(_without_code(json.loads(record.config)))
 
 
-def whole(record: ModelRecord, weights: Mapping[str, Tensor], checkpoint: Path) -> tuple[PreTrainedModel, set[str]]:
-    """Make a model with its weights.
-
-    Args:
-        record: the model's.
-        weights: of the checkpoint, by their names in the LightningModule.
-        checkpoint: for messages.
-
-    Returns:
-        The model, and the names of its weights in the checkpoint.
-
-    Raises:
-        CheckpointFormatError: weights are missing or unknown, or tied ones differ.
-    """
+def _whole(record: ModelRecord, weights: Mapping[str, Tensor], checkpoint: Path) -> tuple[PreTrainedModel, set[str]]:
+    """Return a model with its weights, and the names of these in the checkpoint."""
     model = skeleton(record)
     tied, own = tied_weights(model), _below(record.prefix, weights)
     for name, other in tied.items():
@@ -105,47 +92,31 @@ def whole(record: ModelRecord, weights: Mapping[str, Tensor], checkpoint: Path) 
     return model, _assign(model, record.prefix, weights, set(tied), checkpoint)
 
 
-def adapted(
+def _adapted(
     record: ModelRecord,
     adapters: AdapterRecord,
     base: BaseRecord | None,
     weights: Mapping[str, Tensor],
     checkpoint: Path,
-    merge: bool,
-    source: str | None,
+    options: ExportOptions,
 ) -> tuple[nn.Module, set[str]]:
-    """Make a model with adapters and their weights.
+    """Return a model with adapters and their weights, and the names of these in the checkpoint.
 
-    Args:
-        record: the model's.
-        adapters: what is around it.
-        base: what the checkpoint leaves out.
-        weights: of the checkpoint, by their names in the LightningModule.
-        checkpoint: for messages.
-        merge: add the adapters to the base's weights.
-        source: folder or hub id of the base, instead of the recorded one.
-
-    Returns:
-        The model, and the names of its weights in the checkpoint. Without `merge`, a base that was left out has no
-        values.
-
-    Raises:
-        CheckpointFormatError: weights are missing, or the base is not the one that the adapters were trained on.
+    The base that the checkpoint leaves out is read from its files to merge the adapters into it. Otherwise it has no
+    values.
     """
     left_out = _below(adapters.prefix, base.checksums if base is not None else {})
+    merge, source = options.merge, options.source or record.source
     if not merge and not left_out:
         raise CheckpointFormatError(
             f"{checkpoint} holds the base beside its adapters, as no file has the same one: an adapter folder would "
             "name a base that does not fit. Write both as one model: --merge"
         )
-    if merge and left_out:
-        assert base is not None
-        model = _load_base(record, base, source or record.source)
-    else:
-        model = skeleton(record)
+    reread = base if merge and left_out else None
+    model = skeleton(record) if reread is None else _load_base(record, reread, source)
     wrapped = _wrapped(model, adapters)
-    if merge and left_out:
-        _require_same(wrapped, left_out, source or record.source, checkpoint)
+    if reread is not None:
+        _require_same(wrapped, left_out, source, checkpoint)
     inner = next(name for name, each in wrapped.named_modules() if each is model)
     may_miss = left_out.keys() | {f"{inner}.{name}" for name in tied_weights(model)}
     own = _assign(wrapped, adapters.prefix, weights, may_miss, checkpoint)
@@ -160,8 +131,7 @@ def adapted(
 
 
 def _load_base(record: ModelRecord, base: BaseRecord, source: str) -> PreTrainedModel:
-    kind = _class(record)
-    config = kind.config_class.from_dict(_without_code(json.loads(record.config)))
+    kind, config = _class_and_config(record)
     revision = {"revision": record.revision} if record.revision and source == record.source else {}
     try:
         with whole_models():
@@ -209,7 +179,7 @@ def _require_same(wrapped: PeftModel, sums: Mapping[str, int], source: str, chec
 def _assign(
     model: nn.Module, prefix: str, weights: Mapping[str, Tensor], may_miss: set[str], checkpoint: Path
 ) -> set[str]:
-    """Give a model its weights, without a copy. Returns their names in the checkpoint."""
+    """Give a model its weights, without a copy, and return their names in the checkpoint."""
     own = _below(prefix, weights)
     missing, unexpected = model.load_state_dict(own, strict=False, assign=True)
     missing = [name for name in missing if name not in may_miss and not is_original(name)]
@@ -280,7 +250,7 @@ def write_hugging_face(checkpoint: Path, output: Path, options: ExportOptions | 
     Args:
         checkpoint: the path that was given to Lightning, or that Lightning wrote: a file or a folder.
         output: the folder. It appears complete or not at all.
-        options: see there.
+        options: how to write it.
 
     Raises:
         CheckpointFormatError: the output exists; the checkpoint has no known layout, tells of no such model, or lacks
@@ -295,9 +265,9 @@ def write_hugging_face(checkpoint: Path, output: Path, options: ExportOptions | 
     chosen = _choose_model(record.models, options.module, checkpoint)
     model: nn.Module
     if chosen.adapters is None:
-        model, own = whole(chosen, weights, checkpoint)
+        model, own = _whole(chosen, weights, checkpoint)
     else:
-        model, own = adapted(chosen, chosen.adapters, record.base, weights, checkpoint, options.merge, options.source)
+        model, own = _adapted(chosen, chosen.adapters, record.base, weights, checkpoint, options)
     left = sorted(weights.keys() - own)
     weights.clear()  # so that each weight is freed as soon as it is converted
     if options.dtype is not None:
@@ -319,7 +289,7 @@ def write_hugging_face(checkpoint: Path, output: Path, options: ExportOptions | 
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a model but for what transformers keeps in float32 when it reads the folder."""
+    """Cast a model, except for what transformers keeps in float32 when it reads the folder."""
     weights = [(each, each.detach()) for each in parameters_in_float32(model, dtype).values()]
     buffers = [(owner, name, owner.get_buffer(name)) for owner, name in buffers_in_float32(model, dtype)]
     model.to(dtype)

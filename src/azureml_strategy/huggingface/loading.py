@@ -1,6 +1,4 @@
-"""Loads a pretrained model the way that the strategy at work needs, so that no process holds or reads more than its
-part.
-"""
+"""Loads a pretrained model in the way that the running strategy needs: no process holds or reads more than its part."""
 
 from __future__ import annotations
 
@@ -32,6 +30,7 @@ from azureml_strategy.huggingface.zero_loading import load_under_zero_3
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 Index = slice | EllipsisType
 Way = Literal["whole", "broadcast", "in_parts", "zero_3"]
 _SOURCE, _SKETCH = "pretrained_source", "_pretrained_sketch"
@@ -49,7 +48,7 @@ class FileSlice:
         path: of the file, for messages.
         offset: where the tensor begins in it, in bytes.
         dtype: safetensors' name of its type, such as `BF16`.
-        shape: its shape.
+        shape: of the whole tensor.
     """
 
     def __init__(self, file: int, path: Path, offset: int, dtype: str, shape: list[int]) -> None:
@@ -64,7 +63,7 @@ class FileSlice:
         return self._dtype
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> Tensor:
-        """Read a part. It reads whole rows of the file, and only those that the part has."""
+        """Read a part. Of the file it reads whole rows, and only those that the part has."""
         indices = index if isinstance(index, tuple) else (index,)
         if not self._shape:
             return self._read(0, 1).view(())
@@ -83,7 +82,7 @@ class FileSlice:
         view, done = content.numpy().data, 0
         while done < len(view):
             got = os.preadv(self._file, [view[done:]], place + done)
-            if not got:  # it was cut off since
+            if not got:  # the file was cut off since its size was read
                 self._require(len(view) - done, size, place)
             done += got
         return content.view(dtype)
@@ -133,10 +132,11 @@ def _tensors(file: int, path: Path) -> Iterator[tuple[str, FileSlice]]:
 
 @dataclass(frozen=True)
 class Loading:
-    """How the strategy at work gives a model its weights.
+    """How the running strategy gives a model its weights.
 
     Attributes:
-        way: as in the table of this module.
+        way: `whole`: each rank reads all weights. `broadcast`: rank 0 reads them for all. `in_parts`: each rank reads
+            its parts later, when the parameters are cut (`fill`). `zero_3`: see `load_under_zero_3`.
         device: of this rank.
         precision: as in `Trainer(precision=...)`.
     """
@@ -152,8 +152,8 @@ class _Sketch:
 
     Attributes:
         dtype: of the weights in memory.
-        places: module and attribute of each tensor that the files have, by its name in the model. The modules stay
-            when `peft` wraps them, or when their parameters are cut.
+        places: module and attribute of each tensor that the files have, by its name in the model. The modules are the
+            same after `peft` has wrapped them, or a strategy has cut their parameters.
     """
 
     dtype: torch.dtype
@@ -163,7 +163,8 @@ class _Sketch:
 class _KeepsValues(TorchFunctionMode):
     """Keeps the values of tensors that are moved to the meta device.
 
-    `peft` moves new adapters to the device of their base. If that has no values yet, the adapters would lose theirs.
+    `peft` moves new adapters to the device of their base. If the base has no values yet, the adapters would lose
+    theirs.
     """
 
     @override
@@ -179,18 +180,18 @@ class _KeepsValues(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_at_work: ContextVar[Loading | None] = ContextVar("loading", default=None)
+_running: ContextVar[Loading | None] = ContextVar("loading", default=None)
 
 
 @contextmanager
 def loading_as(loading: Loading) -> Iterator[None]:
     """Make `load_pretrained` load in a strategy's way, while the strategy calls `configure_model`."""
-    token = _at_work.set(loading)
+    token = _running.set(loading)
     try:
         with _KeepsValues() if loading.way == "in_parts" else nullcontext():
             yield
     finally:
-        _at_work.reset(token)
+        _running.reset(token)
 
 
 def load_pretrained(
@@ -226,7 +227,7 @@ def load_pretrained(
     found = find_source(source, revision)
     files = found.weight_files()
     config = _configuration(AutoConfig, found, kwargs)
-    loading = _at_work.get() or Loading("whole", torch.device("cpu"), "32-true")
+    loading = _running.get() or Loading("whole", torch.device("cpu"), "32-true")
     dtype = dtype or _TYPES.get(loading.precision, torch.float32)
     cls = internals.class_for(model_class or AutoModelForCausalLM, config)
     with internals.float32_by_default():
@@ -259,21 +260,18 @@ def is_sketch(model: nn.Module) -> bool:
 def fill(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
     """Read the weights of a sketch that `module` still holds, each rank its parts.
 
-    Call it when the parameters are cut, and before anything keeps them.
+    Call it when the parameters are cut, and before an optimizer or anything else refers to them.
 
     Args:
         model: what `load_pretrained` returned.
         module: holds the model, or those of its layers that this rank computes.
         device: where the weights go.
-
-    Raises:
-        PretrainedModelError: a parameter has no values and is in no file.
     """
     sketch: _Sketch = getattr(model, _SKETCH)
     kept = set(module.modules())
     places = {name: place for name, place in sketch.places.items() if place[0] in kept}
     needed = {id(_tensor(*place)) for place in places.values()}
-    # files have a tied weight under one of its names, which may be that of a layer on another stage
+    # Files have a tied weight under one of its names, which may be that of a layer on another stage.
     tensors = {name: _tensor(*place) for name, place in sketch.places.items()}
     wanted = {name: tensor for name, tensor in tensors.items() if id(tensor) in needed}
     source = source_of(model)
@@ -352,7 +350,7 @@ def _receive(model: PreTrainedModel, device: torch.device) -> None:
     rank = dist.get_rank()
     if rank > 0:
         _make_room(model, device)
-    try:  # a large model on a slow disk takes longer than a collective waits
+    try:  # not in a collective, which would time out before a slow disk has read a large model
         on_rank_zero("load_pretrained", rank, dist.get_world_size(), lambda: fill(model, model, device))
     except StepError as error:
         raise PretrainedModelError(f"Rank 0 could not read the weights of {source_of(model)}: {error}") from error

@@ -1,11 +1,11 @@
 """Runs the parts of a transformers model one at a time, each by the model's own forward.
 
-A partial model is a shallow copy of the model that has only one part. The other blocks are missing, all other parts
-return what they are given, and the hidden states of the part before come in as `inputs_embeds`. So no forward is
-written again, and masks and rotary embeddings are the model's own: each block computes them again from the attention
-mask and positions.
+A partial model is a shallow copy of the model that has only one part. It has no other blocks, its other parts return
+what they are given, and it gets the hidden states of the part before as `inputs_embeds`. So no forward is written
+again, and masks and rotary embeddings are the model's own: each block computes them again from the attention mask and
+positions.
 
-`check` shows that the parts together compute what the whole model computes.
+`check` proves that the parts together compute what the whole model computes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class PartRunner:
     Args:
         base: the model.
         plan: the names of its parts in the order they run in; one of them is the list of blocks. The first one is the
-            embedding of tokens. Further ones before the blocks are added to it; those without weights, such as a
-            dropout, run with the one before them.
+            embedding of tokens. The outputs of further ones before the blocks are added to it; those without weights,
+            such as a dropout, run with the one before them.
         has_weights: whether a part has weights, here or on another stage.
 
     Attributes:
@@ -54,11 +54,11 @@ class PartRunner:
         self._neutral = {name: _Zero() if name in added else nn.Identity() for name in plan}
 
     def run(self, part: str, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return the hidden states after a part.
+        """Return the hidden states after a part whose weights are in this process.
 
         Args:
-            part: its name; its weights are in this process.
-            inputs: `input_ids` for the embedding of tokens, hidden states in their place for every other part;
+            part: its name.
+            inputs: `input_ids`, in whose place parts behind the embedding of tokens get hidden states;
                 `attention_mask` and `position_ids` where the batch has them.
         """
         owner, _, index = part.rpartition(".")
@@ -84,12 +84,9 @@ class PartRunner:
     def _partial_model(
         self, parts: Mapping[str, nn.Module], blocks: Mapping[int, nn.Module], window: int | None = None
     ) -> PreTrainedModel:
-        """Return a copy of the model with these parts and blocks alone.
+        """Return a copy of the model with these parts (by name) and blocks (by index) alone.
 
-        Args:
-            parts: by name.
-            blocks: by their index in the model.
-            window: replaces the length of a sliding window.
+        `window` replaces the length of a sliding window.
         """
         partial = copy.copy(self._base)
         children = {**self._neutral, self._blocks: nn.ModuleList(blocks.values()), **parts}
@@ -166,7 +163,7 @@ class _RecordedForward:
 def _groups(
     names: Sequence[str], children: Mapping[str, nn.Module], has_weights: Callable[[nn.Module], bool]
 ) -> dict[str, list[str]]:
-    """Return each part with weights, and with it those without weights that follow."""
+    """Return the names of each part with weights and of those without weights that follow it, by that of the first."""
     groups: dict[str, list[str]] = {names[0]: []}
     for name in names:
         if has_weights(children[name]):
@@ -176,7 +173,7 @@ def _groups(
 
 
 def _replaced(layer: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """Return a copy of a layer with another forward; models ask their blocks for attributes."""
+    """Return a copy of a layer with another forward. It is a copy because models read attributes of their blocks."""
     replaced = copy.copy(layer)
     replaced.forward = forward
     return replaced

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,6 +27,7 @@ from azureml_strategy.huggingface.transformers_internals import (
     recorded_outputs,
     tied_weights,
 )
+from azureml_strategy.interfaces import ChainLayer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,25 +46,6 @@ class UnfitModelError(MisconfigurationException, ValueError):
     """A transformers model, or a step that uses it, does not fit the pipeline. The message says what to change."""
 
 
-@dataclass(frozen=True)
-class ModelLayer:
-    """One layer of the chain.
-
-    Attributes:
-        build: called if the layer of the module has no values; it always raises.
-        name: of the layer in the LightningModule.
-        kind: `embedding`, `block`, `norm` or `head`.
-        tied: key of a parameter that several layers share; None for a layer that shares nothing.
-        tied_parameter: its name in this layer.
-    """
-
-    build: Callable[[], nn.Module]
-    name: str
-    kind: str
-    tied: str | None
-    tied_parameter: str
-
-
 class ModelChain:
     """The chain of the one transformers model in a module.
 
@@ -74,7 +55,8 @@ class ModelChain:
         recomputing: whether the strategy recomputes activations in the backward pass.
 
     Attributes:
-        layers: the chain.
+        layers: the chain, of layers of the kinds `embedding`, `block`, `norm` and `head`. The layers exist already:
+            `build` is called only if one has no values, and raises.
         heads: how many of the last layers stay together, on the last stage, because the user's step runs them.
 
     Raises:
@@ -97,7 +79,7 @@ class ModelChain:
         ties = _ties({f"{name}.{one}": f"{name}.{other}" for one, other in tied_weights(model).items()}, kinds)
         self.heads = max(1, len(heads))
         self.layers = [
-            ModelLayer(partial(self._build, each), each, kind, *ties.get(each, (None, "")))
+            ChainLayer(partial(self._build, each), each, kind, *ties.get(each, (None, "")))
             for each, kind in kinds.items()
         ]
         self._refuse_shared()
@@ -133,7 +115,7 @@ class ModelChain:
             raise UnfitModelError(reason)
 
     def split(self, batch: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the part of a batch that goes through the stages, and what all stages must read alike: all of it.
+        """Return the part of a batch that goes through the stages, and the whole batch, which all stages read alike.
 
         Raises:
             UnfitModelError: the batch is no mapping with `input_ids`.
@@ -149,11 +131,8 @@ class ModelChain:
     def pack(self, inputs: Any) -> tuple[Tensor, ...]:
         """Return the inputs of the first stage, and remember which they are: all stages read the same batches.
 
-        Args:
-            inputs: tensors by their names in `INPUTS`.
-
         Raises:
-            UnfitModelError: there are others, or one has another form.
+            UnfitModelError: they are not tensors `(samples, tokens)` by their names in `INPUTS`.
         """
         given = dict(inputs) if isinstance(inputs, Mapping) else {}
         fits = INPUTS[0] in given and not given.keys() - set(INPUTS)
@@ -164,17 +143,12 @@ class ModelChain:
                 f"{', '.join(INPUTS)}, each of shape (samples, tokens), in a dictionary by these names."
             )
         self._given = tuple(name for name in INPUTS if name in given)
-        # NCCL sends no booleans, and DeepSpeed wants gradients of floating-point tensors
+        # NCCL sends no booleans, and DeepSpeed wants gradients of floating-point tensors.
         whole = (torch.int32, torch.int64)
         return tuple(each if each.dtype in whole else each.long() for each in map(given.__getitem__, self._given))
 
     def view(self, index: int, layer: nn.Module) -> nn.Module:
-        """Return a layer as its stage runs it.
-
-        Args:
-            index: of the layer in the chain.
-            layer: the module's own.
-        """
+        """Return the layer of this index in the chain as its stage runs it."""
         part = self._parts.get(self.layers[index].name)
         return StageView(layer, _same if part is None else partial(self._run, part))
 
@@ -188,7 +162,7 @@ class ModelChain:
             inputs: what went into the first stage, by name.
 
         Raises:
-            UnfitModelError: the step calls the model not once, with other inputs, or asks it for more.
+            UnfitModelError: the step does not call the model exactly once, with these inputs alone.
         """
         calls = 0
 
@@ -236,10 +210,6 @@ class StageView(nn.Module):
     """A layer as a stage runs it: the parameters, buffers and names of the layer, and another forward.
 
     The layer itself stays as it is: the model's own forward and the user's step run it.
-
-    Args:
-        layer: whose parameters these are.
-        run: takes and returns what goes from layer to layer.
     """
 
     def __init__(self, layer: nn.Module, run: Callable[[Any], Any]) -> None:
@@ -325,7 +295,7 @@ def _ties(tied: Mapping[str, str], layers: Iterable[str]) -> dict[str, tuple[str
                 f"{layer} shares more than one parameter with other layers, and DeepSpeed's pipeline shares one. "
                 f"{_ELSEWHERE}"
             )
-    # DeepSpeed makes the key the name of a submodule
+    # DeepSpeed makes the key the name of a submodule, which has no dots.
     return {layer: (key.replace(".", "_"), name.removeprefix(f"{layer}.")) for layer, key, name in shared}
 
 

@@ -46,7 +46,7 @@ class AdapterRecord:
 
     Attributes:
         prefix: name of the wrapper in the LightningModule.
-        configs: the adapters' configurations, by the adapters' names.
+        configs: the adapters' configurations, by their names.
     """
 
     prefix: str
@@ -61,10 +61,9 @@ class ModelRecord:
         prefix: its name in the LightningModule.
         kind: its class in transformers.
         config: its configuration, as JSON.
-        generation_config: the same for generating; None if it does not generate.
+        generation_config: its configuration for generating, as JSON; None if it does not generate.
         source: the folder or hub id that its weights or its configuration are from; empty if there is none.
         revision: the commit of the hub's repository; None for a folder.
-        adapters: what peft has put around it.
     """
 
     prefix: str
@@ -77,7 +76,7 @@ class ModelRecord:
 
     @property
     def name(self) -> str:
-        """What the user calls it: the attribute of the LightningModule, which peft's wrapper is if there is one."""
+        """The attribute of the LightningModule by which the user knows it: that of peft's wrapper, if there is one."""
         return self.adapters.prefix if self.adapters is not None else self.prefix
 
 
@@ -87,7 +86,7 @@ class BaseRecord:
 
     Attributes:
         checksums: of each parameter, by its name in the LightningModule.
-        dtype: of the base in the memory of the training.
+        dtype: of the base in memory, when it was trained.
     """
 
     checksums: dict[str, int]
@@ -99,7 +98,6 @@ class CheckpointRecord:
     """All that a checkpoint records of its models.
 
     Attributes:
-        models: those of the LightningModule.
         base: what the checkpoint leaves out; None if it holds all weights.
         tokenizer: content of the tokenizer's files, as bytes in tensors, by name.
     """
@@ -179,9 +177,6 @@ def _record(name: str, model: PreTrainedModel, wrappers: Mapping[str, Any]) -> M
 def model_of_source(source: str) -> ModelRecord:
     """Return the record of a model in a folder or on the hub, as if it were a LightningModule itself.
 
-    Args:
-        source: folder or hub id.
-
     Raises:
         CheckpointFormatError: there is no configuration, or it names no class.
     """
@@ -223,14 +218,11 @@ def places_of_files(module: nn.Module) -> list[tuple[str, str | None]]:
 
 
 def tokenizer_files(holders: Iterable[object], places: Iterable[tuple[str, str | None]]) -> dict[str, Tensor]:
-    """Return the files of the tokenizer that belongs to a training.
+    """Return the bytes of the files of a training's tokenizer, by name.
 
     Args:
-        holders: the LightningModule and its data module. The first attribute that is a tokenizer counts.
-        places: if there is none, the files at the first of these that has any are taken, see `places_of_files`.
-
-    Returns:
-        The files' bytes, by name.
+        holders: the LightningModule and its data module. Their first attribute that is a tokenizer is taken.
+        places: see `places_of_files`. If no holder has a tokenizer, the first place with such files is taken.
     """
     for holder in holders:
         for value in vars(holder).values():
@@ -242,12 +234,7 @@ def tokenizer_files(holders: Iterable[object], places: Iterable[tuple[str, str |
 
 
 def files_beside(source: str, revision: str | None) -> dict[str, Tensor]:
-    """Return the tokenizer's files in a model's folder, or in the cache of the hub. It asks no network.
-
-    Args:
-        source: folder or hub id.
-        revision: commit of the hub's repository.
-    """
+    """Return the tokenizer's files in a model's folder, or in this machine's cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
 
     if not source:

@@ -1,8 +1,8 @@
 """Causal language models of transformers whose sequences are shared by several ranks.
 
-The model's attention is exchanged for one that has all tokens of some heads (`azureml_strategy.sequence_parallel`), by
-transformers' own registry of attention functions. Hooks around the model give it this rank's part of each sequence, and
-make its loss that of the whole one. The user's module sees neither: it gives whole batches and gets whole results.
+transformers' own registry of attention functions replaces the model's attention by one that has all tokens of some
+heads (`azureml_strategy.sequence_parallel`). Hooks around the model give it this rank's part of each sequence, and make
+its loss that of the whole one. The user's module sees neither: it gives whole batches and gets whole results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from azureml_strategy.huggingface.sources import PretrainedModelError
-from azureml_strategy.huggingface.token_loss import IGNORED
 from azureml_strategy.huggingface.transformers_internals import (
     attention_name,
     has_registered_attention,
@@ -30,15 +29,16 @@ from azureml_strategy.huggingface.transformers_internals import (
     register_attention,
     stock_attention,
 )
+from azureml_strategy.interfaces import IGNORED_LABEL
 from azureml_strategy.sequence_parallel import SequenceGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# Arguments with one entry for each token, of which a rank gets its part. Zeros stand for tokens behind the last, where
-# the parts would be unequal. No other token sees them, as all others are before them.
+# Arguments with one entry for each token, of which a rank gets its part. Where the parts would be unequal, zeros are
+# added behind the last token. No token sees these, as they come after all of them.
 _BY_TOKEN = ("input_ids", "inputs_embeds", "position_ids")
-# Those that are treated in another way.
+# Further arguments with an entry for each token, which are treated in another way.
 _LABELS_AND_MASK = ("labels", "shift_labels", "attention_mask")
 # Kinds of layers whose tokens see each other by attention alone.
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -60,7 +60,7 @@ class SharedSequences:
     recorded. Any other call returns whole logits.
 
     Args:
-        model: whose attention is exchanged.
+        model: whose attention is replaced.
         adapters: modules around it that may call its forward without its hooks.
         group: the ranks.
 
@@ -98,28 +98,28 @@ class SharedSequences:
 
     def _around_stock(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Return an attention function that has all tokens of some heads, and the one that makes its masks."""
-        group, own_config = self._group, copy.copy(self._model.config.get_text_config())
+        group, configured = self._group, copy.copy(self._model.config.get_text_config())
         # The registry never drops a function, so the function must not keep this object alive.
-        kind, me = type(self._model).__name__, weakref.ref(self)
+        kind, reference = type(self._model).__name__, weakref.ref(self)
         stock, stock_mask = stock_attention(self._attention)
 
         def attention(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
         ) -> tuple[Tensor, None]:
             # Arguments of the model reach its attention. Flash attention would look for packed samples in positions.
-            own = {each: value for each, value in kwargs.items() if each not in ("position_ids", "shift_labels")}
-            unfit = [each for each, value in own.items() if isinstance(value, Tensor) and value.dim()]
+            further = {each: value for each, value in kwargs.items() if each not in ("position_ids", "shift_labels")}
+            unfit = [each for each, value in further.items() if isinstance(value, Tensor) and value.dim()]
             if unfit:
                 raise PretrainedModelError(
                     f"{type(module).__name__} gives its attention {', '.join(unfit)}, which would be of all heads and "
                     "this rank's tokens. Write sequence_parallel_size=1."
                 )
             states = (group.heads(each) for each in (query, key, value))
-            attended, _ = stock(_LayerAsConfigured(module, own_config), *states, attention_mask, **own)
+            attended, _ = stock(_LayerAsConfigured(module, configured), *states, attention_mask, **further)
             return group.tokens(attended.transpose(1, 2)).transpose(1, 2).contiguous(), None
 
         def mask(q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-            shared = me()
+            shared = reference()
             if shared is None or shared._outermost is None:
                 raise PretrainedModelError(
                     f"Another model than the {kind} whose sequences are shared was made from its configuration. Make "
@@ -162,7 +162,7 @@ class SharedSequences:
         """
         if "labels" not in inputs:
             return inputs
-        ignored = inputs.get("ignore_index", IGNORED)
+        ignored = inputs.get("ignore_index", IGNORED_LABEL)
         shifted = inputs.get("shift_labels")
         if shifted is None:
             shifted = nn.functional.pad(inputs["labels"], (0, 1), value=ignored)[:, 1:]
@@ -173,7 +173,7 @@ class SharedSequences:
         return {**inputs, "labels": part, "shift_labels": part, "num_items_in_batch": tokens / self._group.size}
 
     def _with_positions(self, inputs: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
-        """Number the tokens from the first of the sequence, and let the mask be as long as all parts are."""
+        """Number the tokens from the first of the sequence, and make the mask as long as all parts together."""
         padded = self._length + -self._length % self._group.size
         # A compiled model without a mask would look for packed samples in the positions of this rank.
         mask = inputs.get("attention_mask", torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device))
@@ -184,18 +184,13 @@ class SharedSequences:
         return {**inputs, "position_ids": places}
 
     def _refuse(self, inputs: Mapping[str, Any]) -> None:
-        given = {name: inputs.get(name) for name in _NEEDS_ALL}
-        # None, False and 0 switch such an argument off.
-        needs_all = [
-            name for name, value in given.items() if value is not None and not (isinstance(value, int) and value == 0)
-        ]
-        # Of an argument that is not known here, a tensor may have an entry for each token.
+        given = {name: inputs[name] for name in _NEEDS_ALL if name in inputs}
+        # False and 0 switch such an argument off.
+        needs_all = [name for name, value in given.items() if not (isinstance(value, int) and value == 0)]
+        # An argument that is not known here may have an entry for each token.
         known = (*_BY_TOKEN, *_LABELS_AND_MASK, *_NEEDS_ALL)
-        needs_all += [
-            name
-            for name, value in inputs.items()
-            if name not in known and isinstance(value, Tensor) and value.dim() > 1
-        ]
+        further = {name: value for name, value in inputs.items() if name not in known}
+        needs_all += [name for name, value in further.items() if isinstance(value, Tensor) and value.dim() > 1]
         if needs_all:
             raise PretrainedModelError(
                 f"The model was called with {', '.join(needs_all)}, which may need all tokens on one rank, "
@@ -248,7 +243,7 @@ class _LayerAsConfigured:
 
 def _check(model: PreTrainedModel) -> None:
     """Refuse models that would silently compute something else: they mix or count tokens outside causal attention."""
-    reasons = _reasons(model, model.config.get_text_config())
+    reasons = [reason for reason, holds in _reasons(model, model.config.get_text_config()).items() if holds]
     reasons += [f"config.{name}=True needs all tokens on one rank" for name in recorded_outputs(model)]
     if reasons:
         raise PretrainedModelError(
@@ -257,47 +252,44 @@ def _check(model: PreTrainedModel) -> None:
         )
 
 
-def _reasons(model: PreTrainedModel, text: Any) -> list[str]:
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENDING)
-    rotations, causal = _rotations(text), is_causal_language_model(model)
-    parameters = [*inspect.signature(model.forward).parameters.values()]
-    takes_more = parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
-    checks = {
-        "it is no causal language model of transformers": causal,
+def _reasons(model: PreTrainedModel, text: Any) -> dict[str, bool]:
+    """Return each reason to refuse a model, and whether it holds for this one. `text` is its configuration."""
+    kinds, attention, rotations = set(getattr(text, "layer_types", None) or ()), attention_name(model), _rotations(text)
+    others, causal = sorted(kinds - _ATTENDING), is_causal_language_model(model)
+    parameters = inspect.signature(model.forward).parameters
+    takes_more = [*parameters.values()][-1].kind is inspect.Parameter.VAR_KEYWORD
+    sees_ahead = getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision")
+    return {
+        "it is no causal language model of transformers": not causal,
         f"it has layers of another kind than attention ({', '.join(others) or 'they pass a state on'})": (
-            not others and not passes_state_on(model)
+            bool(others) or passes_state_on(model)
         ),
-        "its attention chooses tokens by an index": not hasattr(text, "index_n_heads"),
-        "its configuration says that tokens see those behind them": (
-            getattr(text, "is_causal", True)
-            and getattr(text, "use_bidirectional_attention", None) in (None, False, "vision")
-        ),
+        "its attention chooses tokens by an index": hasattr(text, "index_n_heads"),
+        "its configuration says that tokens see those behind them": not getattr(text, "is_causal", True) or sees_ahead,
         "its configuration is another model's as well (give each one made by copy.deepcopy)": (
-            not attention_name(model).startswith(_NAME)
+            attention.startswith(_NAME)
         ),
-        f"its attention, {attention_name(model)}, is not one that transformers lets others replace, as sdpa is in most "
-        "models": has_registered_attention(model),
-        "its loss_function is not that of transformers": not causal or has_usual_loss(model),
-        "its forward is not that of transformers, and may compute a loss of its own": not causal
-        or has_usual_forward(model),
+        f"its attention, {attention}, is not one that transformers lets others replace, as sdpa is in most models": (
+            not has_registered_attention(model)
+        ),
+        "its loss_function is not that of transformers": causal and not has_usual_loss(model),
+        "its forward is not that of transformers, and may compute a loss of its own": (
+            causal and not has_usual_forward(model)
+        ),
         "its forward takes no position_ids, or no further arguments for its loss": (
-            takes_more and "position_ids" in {each.name for each in parameters}
+            not takes_more or "position_ids" not in parameters
         ),
         "its positions are not rotary, and may not be the places of the tokens": (
-            bool(rotations) or text.model_type in _COUNT_FROM_ZERO
+            not rotations and text.model_type not in _COUNT_FROM_ZERO
         ),
         "its attention counts the tokens that a rank sees (attn_temperature_tuning)": (
-            not getattr(text, "attn_temperature_tuning", False)
+            getattr(text, "attn_temperature_tuning", False)
         ),
-        "flash attention cannot attend in chunks": (
-            "flash" not in attention_name(model)
-            or "chunked_attention" not in (getattr(text, "layer_types", None) or ())
-        ),
+        "flash attention cannot attend in chunks": "flash" in attention and "chunked_attention" in kinds,
         f"its rotary positions ({', '.join(sorted(rotations))}) depend on how many tokens a rank sees": (
-            not rotations & {"dynamic", "longrope"}
+            bool(rotations & {"dynamic", "longrope"})
         ),
     }
-    return [reason for reason, passed in checks.items() if not passed]
 
 
 def _rotations(text: Any) -> set[str]:

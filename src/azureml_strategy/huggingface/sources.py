@@ -73,7 +73,7 @@ class Source:
 def find_source(name: str | os.PathLike[str], revision: str | None = None) -> Source:
     """Find a model's files, and download them to this node if they are elsewhere.
 
-    The processes of a node share one download: the first to come locks the hub's cache, or the folder of a registered
+    The processes of a node share one download: the first one locks the hub's cache, or the folder of a registered
     model, and the others wait for it.
 
     Args:
@@ -132,7 +132,7 @@ def _download_from_hub(name: str, revision: str | None) -> Path:
 
 
 def _download_registered(text: str) -> Path:
-    """Download a registered model once a node. MLflow does it, with the identity that the job has."""
+    """Download a registered model once a node, by MLflow, which uses the job's identity."""
     name, _, version = text.removeprefix(_REGISTERED).rpartition(":")
     if not name or not version:
         raise PretrainedModelError(f"{text!r} names no version of a model. Write azureml:NAME:VERSION.")

@@ -12,24 +12,22 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from azureml_strategy.interfaces import AveragesGradients
+from azureml_strategy.interfaces import IGNORED_LABEL, AveragesGradients
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# transformers' label of a token that has no loss.
-IGNORED = -100
 
 
 def tokens_per_loss(labels: Tensor, trainer: Trainer, *, shifted: bool = True) -> Tensor:
     """Return what to give a model of transformers as `num_items_in_batch`, for the average over all ranks' tokens.
 
-    With accumulated gradients each batch of a step counts the same; `FineTuner` weighs these as well.
+    If each rank averaged over its own tokens, those of a rank with few tokens would weigh more. Strategies average
+    gradients over the ranks; so each rank must divide its sum of losses by the mean number of tokens of a rank. A
+    pipeline averages over micro-batches as well, which have a share of that number each.
 
-    A rank's own average weighs each token by how few the rank has. Strategies average gradients over the ranks; so each
-    rank must divide its sum of losses by the mean number of tokens of a rank. A pipeline averages over micro-batches as
-    well, which have a share of that number each. Call it in `on_after_batch_transfer`, where a pipeline has the whole
-    batch, or in the step under any other strategy. Every rank must call it.
+    Every rank must call this: in `on_after_batch_transfer`, where a pipeline has the whole batch, or in the step under
+    any other strategy. With accumulated gradients each batch of a step counts the same; `FineTuner` weighs these as
+    well.
 
     Args:
         labels: integers `(N, T)`; -100 for what has no loss.
@@ -46,7 +44,7 @@ def tokens_per_loss(labels: Tensor, trainer: Trainer, *, shifted: bool = True) -
 def mean_tokens(labels: Tensor, trainer: Trainer, *, shifted: bool = True) -> Tensor:
     """Return the number for `tokens_per_loss`, or 0 if no rank has a token."""
     counted = labels[:, 1:] if shifted else labels
-    tokens = (counted != IGNORED).sum().to(torch.float64 if trainer.precision == "64-true" else torch.float32)
+    tokens = (counted != IGNORED_LABEL).sum().to(torch.float64 if trainer.precision == "64-true" else torch.float32)
     strategy: Any = trainer.strategy
     # Replicas of local SGD train by themselves: each has a mean of its own.
     chooses = isinstance(strategy, AveragesGradients)

@@ -25,20 +25,12 @@ _FACTS = {"shape", "dtype", "ndim", "size", "dim", "numel", "is_floating_point",
 def load_under_zero_3(
     cls: type[PreTrainedModel], config: PreTrainedConfig, files: Sequence[Path], dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Build a model under `deepspeed.zero.Init` and read its weights from files. All ranks call it.
+    """Build a model under `deepspeed.zero.Init` and read its weights from safetensors files. All ranks call it.
 
     Rank 0 reads each weight once and broadcasts it; the other ranks read only the files' headers. A rank never holds
     more than its part of the model, one whole weight and the inputs of one conversion. Renaming, conversion, tying and
-    the initialisation of weights that the files lack are those of `from_pretrained`.
-
-    Args:
-        cls: the class to build.
-        config: its configuration.
-        files: safetensors with its weights.
-        dtype: type of the parameters. DeepSpeed makes it its own under bf16 and fp16.
-
-    Returns:
-        The model, each rank with its part of the parameters, in evaluation mode as `from_pretrained` leaves it.
+    the initialisation of weights that the files lack are those of `from_pretrained`. It also leaves the model in
+    evaluation mode. Under bf16 and fp16, parameters have DeepSpeed's type instead of `dtype`.
 
     Raises:
         RuntimeError: a weight has another shape than the model's parameter, or cannot be read.
@@ -64,15 +56,10 @@ def _raised_on_all_ranks() -> Iterator[None]:
 
 
 class FileTensor(Tensor):
-    """A tensor of a safetensors file: its shape and type, and its values at each use.
-
-    Attributes:
-        file: the open file.
-        key: the tensor's name there.
-    """
+    """A tensor of a safetensors file. It has a shape and a type, and reads its values from the file at each use."""
 
     file: safe_open
-    key: str
+    key: str  # the tensor's name in it
 
     @classmethod
     @override

@@ -1,6 +1,7 @@
 """ResNet-50 and GPT, and LightningModules that train these, models of transformers and other networks."""
 
-from azureml_strategy.models.chain import ChainLayer, build_chain, seeded
+from azureml_strategy.interfaces import ChainLayer
+from azureml_strategy.models.chain import build_chain, seeded
 from azureml_strategy.models.classifier import ImageClassifier
 from azureml_strategy.models.fine_tuning import FineTuner
 from azureml_strategy.models.gpt import gpt_layers

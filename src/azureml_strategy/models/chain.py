@@ -4,30 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
 
-
-@dataclass(frozen=True)
-class ChainLayer:
-    """One layer of a chain. Its input is the output of the layer before it.
-
-    Attributes:
-        build: builds the layer, with the same parameters at every call and in every process.
-        name: unique in the chain.
-        kind: the layer type, by which layers are counted when a chain is cut by layer type.
-        tied: layers with the same key share one parameter; None for a layer that shares nothing.
-        tied_parameter: the name of that parameter in this layer.
-    """
-
-    build: Callable[[], nn.Module]
-    name: str
-    kind: str
-    tied: str | None = None
-    tied_parameter: str = "weight"
+from azureml_strategy.interfaces import ChainLayer
 
 
 def seeded(make: Callable[[], nn.Module], seed: int, index: int) -> Callable[[], nn.Module]:

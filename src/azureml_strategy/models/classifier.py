@@ -13,16 +13,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from typing_extensions import override
 
+from azureml_strategy.interfaces import IGNORED_LABEL, ChainLayer
 from azureml_strategy.models import optimizer as recipe
-from azureml_strategy.models.chain import ChainLayer
-from azureml_strategy.models.evaluation import (
-    IGNORED,
-    at_least_float32,
-    evaluation_means,
-    evaluation_sums,
-    mean_cross_entropy,
-)
-from azureml_strategy.models.gpt import Normalisation
+from azureml_strategy.models.evaluation import at_least_float32, evaluation_means, evaluation_sums, mean_cross_entropy
 from azureml_strategy.models.label_means import MeanOverLabels
 from azureml_strategy.models.optimizer import scaled_learning_rate
 
@@ -39,6 +32,35 @@ class Chained(Protocol):
 
     def chain(self) -> list[tuple[str, str]]:
         """Return name and kind of each layer, in order. The input of each is the output of the one before."""
+
+
+class Normalisation(nn.Module):
+    """Brings images into a memory format, and pixels from 0 to 255 to mean 0 and standard deviation 1.
+
+    Mean and standard deviation of each channel are given for pixels from 0 to 1.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], memory_format: torch.memory_format) -> None:
+        super().__init__()
+        self.memory_format = memory_format
+        # (pixel / 255 - mean) / std as one multiplication and one addition. The constants are computed in float32,
+        # whatever type a precision plugin makes torch's default: in 16 bits each step would round again.
+        spread = 255.0 * torch.tensor(std, dtype=torch.float32).view(-1, 1, 1)
+        means = 255.0 * torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1)
+        self.register_buffer("scale", 1.0 / spread, persistent=False)
+        self.register_buffer("shift", -means / spread, persistent=False)
+
+    @override
+    def forward(self, images: Tensor) -> Tensor:
+        """Normalise images `(N, 3, H, W)` if they are uint8. Others are assumed to be normalised."""
+        images = images.contiguous(memory_format=self.memory_format)  # now, while a pixel is still one byte
+        if images.dtype != torch.uint8:
+            return images
+        # The buffers have the dtype of the parameters, even if a precision plugin has converted the module.
+        return images.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
 
 
 class ImageClassifier(MeanOverLabels):
@@ -145,32 +167,29 @@ class ImageClassifier(MeanOverLabels):
         images, labels = batch
         loss = mean_cross_entropy(self(images), labels, self.hparams["label_smoothing"])
         # A pipeline averages over micro-batches by this number. A tensor, as nothing is to wait for the GPU.
-        self.log("train/loss", loss, batch_size=cast(int, (labels != IGNORED).sum()))
+        self.log("train/loss", loss, batch_size=cast(int, (labels != IGNORED_LABEL).sum()))
         return self.weighed(loss, labels)
 
     @override
     def on_validation_epoch_start(self) -> None:
-        self._start_sums()
+        # Not a buffer: a precision plugin may convert buffers to bfloat16, which counts only to 256.
+        self._sums = torch.zeros(4, dtype=torch.float64, device=self.device)
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._add_to_sums(batch)
+        images, labels = batch
+        self._sums += evaluation_sums(self(images), labels)
 
     @override
     def on_validation_epoch_end(self) -> None:
-        self._log_means("val")
+        sums = cast(Tensor, self.trainer.strategy.reduce(self._sums, reduce_op="sum"))
+        for name, value in evaluation_means(sums).items():
+            # The same on every rank already. The maximum of equal numbers is exact; their mean may be rounded.
+            self.log_evaluation(name, value, reduce_fx="max")
 
-    @override
-    def on_test_epoch_start(self) -> None:
-        self._start_sums()
-
-    @override
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._add_to_sums(batch)
-
-    @override
-    def on_test_epoch_end(self) -> None:
-        self._log_means("test")
+    on_test_epoch_start = on_validation_epoch_start
+    test_step = validation_step
+    on_test_epoch_end = on_validation_epoch_end
 
     @override
     def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
@@ -199,7 +218,7 @@ class ImageClassifier(MeanOverLabels):
         }
 
     def _warn_of_other_parameters(self) -> None:
-        """Name what a subclass has added beside the network, which alone is optimized."""
+        """Name the parameters that a subclass has added beside the network: only the network is optimized."""
         optimized = set(self.network.parameters())
         others = [name for name, each in self.named_parameters() if each.requires_grad and each not in optimized]
         if others:
@@ -208,18 +227,3 @@ class ImageClassifier(MeanOverLabels):
                 f"beside it: {', '.join(others[:3])}. Put them into the network, freeze them by requires_grad_(False), "
                 "or return an optimizer of your own."
             )
-
-    def _start_sums(self) -> None:
-        # Not a buffer: a precision plugin may convert buffers to bfloat16, which counts only to 256.
-        self._sums = torch.zeros(4, dtype=torch.float64, device=self.device)
-
-    def _add_to_sums(self, batch: Batch) -> None:
-        images, labels = batch
-        self._sums += evaluation_sums(self(images), labels)
-
-    def _log_means(self, stage: str) -> None:
-        sums = cast(Tensor, self.trainer.strategy.reduce(self._sums, reduce_op="sum"))
-        for name, value in evaluation_means(sums).items():
-            # The value is already the same on every rank. The maximum of equal numbers is exact; their mean may be
-            # rounded.
-            self.log(f"{stage}/{name}", value, reduce_fx="max", sync_dist=True)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# torch's own default for `ignore_index` of cross_entropy.
-IGNORED = -100
+from azureml_strategy.interfaces import IGNORED_LABEL
+
 _TOP_K = 5
 
 
@@ -17,21 +17,21 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy in float32 or float64, averaged over the labels that are not `IGNORED`; 0 if all are.
+    """Cross-entropy in float32 or float64, averaged over the labels that are not `IGNORED_LABEL`; 0 if all are.
 
     torch's own mean is NaN for a batch without a valid label. One such batch on one rank would make the gradients of
     all ranks NaN.
 
     Args:
         logits: `(N, classes)`.
-        labels: `(N,)`, class indices or `IGNORED`.
+        labels: `(N,)`, class indices or `IGNORED_LABEL`.
         label_smoothing: share of the target spread evenly over the classes (Szegedy et al. 2015, section 7,
             https://arxiv.org/abs/1512.00567).
     """
     total = functional.cross_entropy(
-        at_least_float32(logits), labels, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
+        at_least_float32(logits), labels, ignore_index=IGNORED_LABEL, reduction="sum", label_smoothing=label_smoothing
     )
-    return total / (labels != IGNORED).sum().clamp(min=1)
+    return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
 
 
 def evaluation_sums(logits: Tensor, labels: Tensor) -> Tensor:
@@ -42,12 +42,12 @@ def evaluation_sums(logits: Tensor, labels: Tensor) -> Tensor:
 
     Args:
         logits: `(N, classes)`.
-        labels: `(N,)`, class indices or `IGNORED`, which is not counted.
+        labels: `(N,)`, class indices or `IGNORED_LABEL`, which is not counted.
     """
-    loss = functional.cross_entropy(at_least_float32(logits), labels, ignore_index=IGNORED, reduction="sum")
+    loss = functional.cross_entropy(at_least_float32(logits), labels, ignore_index=IGNORED_LABEL, reduction="sum")
     best = logits.topk(min(_TOP_K, logits.shape[1]), dim=1).indices
     hits = best == labels.unsqueeze(1)
-    counts = (hits[:, 0].sum(), hits.sum(), (labels != IGNORED).sum())
+    counts = (hits[:, 0].sum(), hits.sum(), (labels != IGNORED_LABEL).sum())
     return torch.stack([loss, *counts]).double()
 
 

@@ -15,7 +15,8 @@ from typing_extensions import override
 
 from azureml_strategy.huggingface.loading import load_pretrained
 from azureml_strategy.huggingface.sources import PretrainedModelError
-from azureml_strategy.huggingface.token_loss import IGNORED, adds_to_loss, token_losses
+from azureml_strategy.huggingface.token_loss import adds_to_loss, token_losses
+from azureml_strategy.interfaces import IGNORED_LABEL
 from azureml_strategy.models.language_model import NextTokenModule
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ def forward_arguments(model: PreTrainedModel) -> set[str]:
 
 def _tokens(batch: Mapping[str, Tensor]) -> Tensor:
     """What the sum of a batch's losses is divided by for their mean."""
-    return (batch["shift_labels"] != IGNORED).sum().clamp(min=1).float()
+    return (batch["shift_labels"] != IGNORED_LABEL).sum().clamp(min=1).float()
 
 
 def _has_matrix(module: torch.nn.Module) -> bool:

@@ -1,10 +1,9 @@
-"""The layers of a GPT and their initial values, and the normalisation of images for classifiers."""
+"""The layers of a GPT and their initial values."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -13,7 +12,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from azureml_strategy.models.chain import ChainLayer, seeded
+from azureml_strategy.interfaces import ChainLayer
+from azureml_strategy.models.chain import seeded
 from azureml_strategy.models.evaluation import at_least_float32
 from azureml_strategy.models.gpt_config import GPTConfig
 from azureml_strategy.sequence_parallel import SequenceGroup
@@ -21,38 +21,6 @@ from azureml_strategy.sequence_parallel import SequenceGroup
 # Standard deviation of GPT-2's initial matrices and embeddings (Radford et al. 2019, `initializer_range` of
 # https://huggingface.co/openai-community/gpt2/blob/main/config.json).
 INITIAL_STD = 0.02
-
-
-class Normalisation(nn.Module):
-    """Brings images into a memory format, and pixels from 0 to 255 to mean 0 and standard deviation 1.
-
-    Args:
-        mean: of each channel, for pixels from 0 to 1.
-        std: standard deviation of each channel, for pixels from 0 to 1.
-        memory_format: of the images returned.
-    """
-
-    scale: Tensor
-    shift: Tensor
-
-    def __init__(self, mean: Sequence[float], std: Sequence[float], memory_format: torch.memory_format) -> None:
-        super().__init__()
-        self.memory_format = memory_format
-        # (pixel / 255 - mean) / std as one multiplication and one addition
-        # in float32, whatever type a precision plugin makes torch's default: each step would round again
-        spread = 255.0 * torch.tensor(std, dtype=torch.float32).view(-1, 1, 1)
-        means = 255.0 * torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1)
-        self.register_buffer("scale", 1.0 / spread, persistent=False)
-        self.register_buffer("shift", -means / spread, persistent=False)
-
-    @override
-    def forward(self, images: Tensor) -> Tensor:
-        """Normalise images `(N, 3, H, W)` if they are uint8. Others are assumed to be normalised."""
-        images = images.contiguous(memory_format=self.memory_format)  # now, while a pixel is still one byte
-        if images.dtype != torch.uint8:
-            return images
-        # The buffers have the dtype of the parameters, even if a precision plugin has converted the module.
-        return images.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
 
 
 def rotate(states: Tensor, base: float) -> Tensor:
@@ -98,15 +66,9 @@ class CausalSelfAttention(nn.Module):
 
     Queries, keys and values have separate matrices, so that tensor parallelism can give each rank some of the heads.
     The number of heads is read from the states.
-
-    Args:
-        config: the shape of the network.
-
-    Attributes:
-        sequence: ranks that have a part of each sequence; None if this one has all of it.
     """
 
-    sequence: SequenceGroup | None = None
+    sequence: SequenceGroup | None = None  # ranks that have a part of each sequence; None if this one has all of it
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -123,7 +85,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map `(N, T, width)` to `(N, T, width)`."""
         query, key, value = (self._heads(matrix(hidden)) for matrix in (self.query, self.key, self.value))
-        if self.sequence is not None:  # from here on all tokens, so that their places count from the first
+        if self.sequence is not None:  # all tokens, so that `rotate` counts from the first
             query, key, value = (self.sequence.heads(states) for states in (query, key, value))
         if self.rotary_base is not None:
             query, key = rotate(query, self.rotary_base), rotate(key, self.rotary_base)
@@ -139,54 +101,29 @@ class CausalSelfAttention(nn.Module):
         return states.view(*states.shape[:-1], -1, self.head_width).transpose(1, 2)
 
 
-class GELUMLP(nn.Module):
-    """Two matrices with a GELU between them, in the tanh approximation of GPT-2.
+class MLP(nn.Module):
+    """Two matrices with a GELU between them, in GPT-2's tanh approximation; or SwiGLU (Shazeer 2020).
 
-    Args:
-        config: the shape of the network.
+    SwiGLU (https://arxiv.org/abs/2002.05202) multiplies two projections, one of them after a SiLU, and projects back.
     """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        gated = config.mlp == "swiglu"
+        self.gate = NormalLinear(config.width, config.mlp_width, config.bias) if gated else None
         self.up = NormalLinear(config.width, config.mlp_width, config.bias)
         self.down = NormalLinear(config.mlp_width, config.width, config.bias, residual_std(config))
 
     @override
     def forward(self, hidden: Tensor) -> Tensor:
         """Map `(N, T, width)` to `(N, T, width)`."""
-        return cast(Tensor, self.down(functional.gelu(self.up(hidden), approximate="tanh")))
-
-
-class SwiGLUMLP(nn.Module):
-    """Multiplies two projections, one of them after a SiLU, and projects back (Shazeer 2020).
-
-    See https://arxiv.org/abs/2002.05202.
-
-    Args:
-        config: the shape of the network.
-    """
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.gate = NormalLinear(config.width, config.mlp_width, config.bias)
-        self.up = NormalLinear(config.width, config.mlp_width, config.bias)
-        self.down = NormalLinear(config.mlp_width, config.width, config.bias, residual_std(config))
-
-    @override
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map `(N, T, width)` to `(N, T, width)`."""
+        if self.gate is None:
+            return cast(Tensor, self.down(functional.gelu(self.up(hidden), approximate="tanh")))
         return cast(Tensor, self.down(functional.silu(self.gate(hidden)) * self.up(hidden)))
 
 
 class NormalLinear(nn.Linear):
-    """A linear layer whose matrix starts from a normal distribution and whose bias starts at zero.
-
-    Args:
-        in_features: size of an input.
-        out_features: size of an output.
-        bias: whether the layer has a bias.
-        std: standard deviation of the initial matrix.
-    """
+    """A linear layer whose matrix starts from a normal distribution and whose bias starts at zero."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, std: float = INITIAL_STD) -> None:
         self.std = std  # set first, as torch's constructor draws the values
@@ -208,16 +145,9 @@ class NormalEmbedding(nn.Embedding):
 
 
 class Embedding(NormalEmbedding):
-    """Maps tokens to hidden states. A tied output matrix shares the table, `weight`.
+    """Maps tokens to hidden states. A tied output matrix shares the table, `weight`."""
 
-    Args:
-        config: the shape of the network.
-
-    Attributes:
-        sequence: ranks that have a part of each sequence; None if this one has all of it.
-    """
-
-    sequence: SequenceGroup | None = None
+    sequence: SequenceGroup | None = None  # as in the attention
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config.vocab_size, config.width)
@@ -233,18 +163,14 @@ class Embedding(NormalEmbedding):
             length = tokens.shape[1]
             first = 0 if self.sequence is None else self.sequence.rank * length
             places = torch.arange(first, first + length, device=tokens.device)
-            if self.sequence is not None:  # its equal parts may have tokens behind the last
+            if self.sequence is not None:  # parts are equally long: the last may be filled up
                 places = places.clamp(max=self.positions.num_embeddings - 1)
             hidden = hidden + self.positions(places)
         return cast(Tensor, self.dropout(hidden))
 
 
 class Block(nn.Module):
-    """Attention and MLP, each after a normalisation and in parallel with a shortcut.
-
-    Args:
-        config: the shape of the network.
-    """
+    """Attention and MLP, each after a normalisation and in parallel with a shortcut."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -252,7 +178,7 @@ class Block(nn.Module):
         self.attention_norm = _norm(config)
         self.attention = CausalSelfAttention(config)
         self.mlp_norm = _norm(config)
-        self.mlp = SwiGLUMLP(config) if config.mlp == "swiglu" else GELUMLP(config)
+        self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
     @override

@@ -14,14 +14,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DistributedSampler
 from typing_extensions import override
 
-from azureml_strategy.huggingface.token_loss import IGNORED, at_least_one, mean_tokens
-from azureml_strategy.interfaces import AveragesGradients
+from azureml_strategy.huggingface.token_loss import at_least_one, mean_tokens
+from azureml_strategy.interfaces import IGNORED_LABEL, AveragesGradients
 from azureml_strategy.lightning_internals import accumulates
-
-_NO_SUPER = (
-    "{name}.{hook} does not call super().{hook}, which {does}. The means would be of other weights, in silence. Write "
-    "super().{hook}({arguments}) as its first line."
-)
 
 
 class MeanOverLabels(LightningModule):
@@ -44,27 +39,23 @@ class MeanOverLabels(LightningModule):
     # Of accumulated batches: the number that losses are divided by, the sum of all numbers, and the number of batches.
     # None outside of an accumulation.
     _accumulated: tuple[Tensor, Tensor, int] | None = None
-    _rows_before = 0
+    _rows_before = 0  # samples of an evaluation that this rank has read before this batch
     _began_batch = False  # whether the hook of this class ran
 
     def labels_of(self, batch: Any) -> Any:
         """Return the labels of a batch, the second of a pair. Those in a tensor of integers are counted, but for -100.
 
-        None for a batch of another form, as a subclass with steps of its own may have: then nothing is weighed.
+        A subclass with steps of its own may have batches of another form. Their labels are None, and nothing is
+        weighed.
         """
         return batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
 
     def weighed(self, mean_loss: Tensor, labels: Tensor) -> Tensor:
-        """Return what `training_step` is to return for a mean loss of these labels.
-
-        Args:
-            mean_loss: the mean over the labels of this rank's batch or micro-batch.
-            labels: those labels.
-        """
+        """Return what `training_step` is to return for the mean loss of a batch's or micro-batch's labels."""
         self.require_count()
         if self._mean_labels is None:
             return mean_loss
-        return self.for_step(mean_loss * ((labels != IGNORED).sum() / self._mean_labels))
+        return self.for_step(mean_loss * ((labels != IGNORED_LABEL).sum() / self._mean_labels))
 
     def require_count(self) -> None:
         """Refuse to train in a Trainer if a subclass's hook has left out the count of the labels.
@@ -126,19 +117,14 @@ class MeanOverLabels(LightningModule):
 
     @override
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        if _is_ours(type(self).validation_step):
-            self._ignore_repeated(batch, batch_idx, self.trainer.val_dataloaders, dataloader_idx)
-
-    @override
-    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        if _is_ours(type(self).test_step):
-            self._ignore_repeated(batch, batch_idx, self.trainer.test_dataloaders, dataloader_idx)
-
-    def _without_super(self, hook: str, arguments: str, does: str) -> MisconfigurationException:
-        name = type(self).__name__
-        return MisconfigurationException(_NO_SUPER.format(name=name, hook=hook, does=does, arguments=arguments))
-
-    def _ignore_repeated(self, batch: Any, batch_idx: int, loaders: Any, dataloader_idx: int) -> None:
+        trainer, kind = self.trainer, type(self)
+        step, loaders = (
+            (kind.test_step, trainer.test_dataloaders)
+            if trainer.testing
+            else (kind.validation_step, trainer.val_dataloaders)
+        )
+        if str(step.__module__).partition(".")[0] != __name__.partition(".")[0]:
+            return  # only steps of this package are known to leave out what has the label -100
         labels = self.labels_of(batch)
         if not _counts(labels):
             return
@@ -146,16 +132,23 @@ class MeanOverLabels(LightningModule):
         self._rows_before = before + len(labels)
         once = _samples_read_once(tree_leaves(loaders)[dataloader_idx])
         if once is not None and self._rows_before > once:
-            labels[max(once - before, 0) :] = IGNORED
+            labels[max(once - before, 0) :] = IGNORED_LABEL
 
+    on_test_batch_start = on_validation_batch_start
 
-def _is_ours(step: Any) -> bool:
-    """Whether a step is of this package, and so leaves out what has the label -100."""
-    return str(step.__module__).partition(".")[0] == __name__.partition(".")[0]
+    def log_evaluation(self, name: str, value: Any, **how: Any) -> None:
+        """Log what the running evaluation has found, as `val/NAME` or `test/NAME`."""
+        self.log(f"{'test' if self.trainer.testing else 'val'}/{name}", value, sync_dist=True, **how)
+
+    def _without_super(self, hook: str, arguments: str, does: str) -> MisconfigurationException:
+        return MisconfigurationException(
+            f"{type(self).__name__}.{hook} does not call super().{hook}, which {does}. The means would be of other "
+            f"weights, in silence. Write super().{hook}({arguments}) as its first line."
+        )
 
 
 def _counts(labels: Any) -> bool:
-    """Whether labels are classes, and no soft targets."""
+    """Whether labels are classes or tokens, and no soft targets."""
     return isinstance(labels, Tensor) and not labels.is_floating_point() and labels.ndim > 0
 
 
@@ -166,9 +159,8 @@ def _samples_read_once(loader: Any) -> int | None:
     last ones.
     """
     sampler = getattr(loader, "sampler", None)
-    if type(sampler) not in (DistributedSampler, DistributedSamplerWrapper):
-        return None
-    if type(loader.batch_sampler) is not BatchSampler:
+    samplers = (DistributedSampler, DistributedSamplerWrapper)
+    if type(sampler) not in samplers or type(loader.batch_sampler) is not BatchSampler:
         return None
     share = cast(DistributedSampler[Any], sampler)
     if share.drop_last:

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from typing_extensions import override
 
+from azureml_strategy.interfaces import IGNORED_LABEL, ChainLayer
 from azureml_strategy.models import optimizer as recipe
-from azureml_strategy.models.chain import ChainLayer, build_chain
-from azureml_strategy.models.evaluation import IGNORED, mean_cross_entropy
+from azureml_strategy.models.chain import build_chain
+from azureml_strategy.models.evaluation import mean_cross_entropy
 from azureml_strategy.models.gpt import Block, CausalSelfAttention, Embedding, gpt_layers
 from azureml_strategy.models.gpt_config import GPTConfig
 from azureml_strategy.models.label_means import MeanOverLabels
@@ -34,19 +35,20 @@ class NextTokenModule(MeanOverLabels):
 
     @override
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._log_loss("val", batch)
+        # Average over batches and ranks, weighted by their tokens: exact, whatever their sizes.
+        tokens = int((self.evaluation_labels(batch) != IGNORED_LABEL).sum())
+        # Lightning's own strategies average these weights over the ranks in whole numbers, so they must divide.
+        weight = tokens * self.trainer.world_size
+        self.log_evaluation("loss", self.evaluation_loss(batch), batch_size=weight)
 
     @override
     def on_validation_epoch_end(self) -> None:
-        self._log_perplexity("val")
+        loss = self.trainer.callback_metrics["test/loss" if self.trainer.testing else "val/loss"]
+        # The same on every rank already. The maximum of equal numbers is exact; their mean may be rounded.
+        self.log_evaluation("perplexity", loss.exp(), reduce_fx="max")
 
-    @override
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self._log_loss("test", batch)
-
-    @override
-    def on_test_epoch_end(self) -> None:
-        self._log_perplexity("test")
+    test_step = validation_step
+    on_test_epoch_end = on_validation_epoch_end
 
     def adamw(self, learning_rate: float, eps: float = 1e-8) -> OptimizerLRSchedulerConfig:
         """Return AdamW, with a learning rate that changes at every step."""
@@ -58,18 +60,6 @@ class NextTokenModule(MeanOverLabels):
             "optimizer": adamw,
             "lr_scheduler": recipe.warmup_cosine_schedule(adamw, settings["warmup_steps"], total),
         }
-
-    def _log_loss(self, stage: str, batch: Any) -> None:
-        # Average over batches and ranks, weighted by their tokens: exact, whatever their sizes.
-        tokens = int((self.evaluation_labels(batch) != IGNORED).sum())
-        # Lightning's own strategies average these weights over the ranks in whole numbers, so they must divide.
-        weight = tokens * self.trainer.world_size
-        self.log(f"{stage}/loss", self.evaluation_loss(batch), batch_size=weight, sync_dist=True)
-
-    def _log_perplexity(self, stage: str) -> None:
-        loss = self.trainer.callback_metrics[f"{stage}/loss"]
-        # The value is already the same on every rank. The maximum of equal numbers is exact; their mean may be rounded.
-        self.log(f"{stage}/perplexity", loss.exp(), reduce_fx="max", sync_dist=True)
 
 
 class LanguageModel(NextTokenModule):
@@ -163,7 +153,7 @@ class LanguageModel(NextTokenModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Check that the network fits the data module, as far as that states its vocabulary and sequence length.
+        """Check that the network fits the vocabulary and the sequence length of the data module, where it has them.
 
         Raises:
             ValueError: the data has more tokens than the network, or longer sequences.
@@ -180,15 +170,14 @@ class LanguageModel(NextTokenModule):
     @override
     def forward(self, tokens: Tensor) -> Tensor:
         """Map int64 `(N, T)` to logits `(N, T, vocab_size)`."""
-        if self.sequence is None:
-            return self._through_layers(tokens)
-        return self.sequence.whole(self._of_part(tokens, self.sequence), tokens.shape[1])
+        part = self._logits(tokens)
+        return part if self.sequence is None else self.sequence.whole(part, tokens.shape[1])
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss, targets = self._loss(batch), self.pipeline_batch(batch)[1]
         # A pipeline averages over micro-batches by this number. A tensor, as nothing is to wait for the GPU.
-        self.log("train/loss", loss, batch_size=cast(int, (targets != IGNORED).sum()))
+        self.log("train/loss", loss, batch_size=cast(int, (targets != IGNORED_LABEL).sum()))
         if type(self).pipeline_loss is not LanguageModel.pipeline_loss:
             return loss  # it need not be a mean over tokens
         return self.weighed(loss, targets)
@@ -211,19 +200,18 @@ class LanguageModel(NextTokenModule):
         # A subclass's loss of all tokens need not be the mean of those of the parts.
         if self.sequence is None or type(self).pipeline_loss is not LanguageModel.pipeline_loss:
             return self.pipeline_loss(self(inputs), targets)
-        logits = self._of_part(inputs, self.sequence)
-        part = self.sequence.part(targets, IGNORED)
+        logits, part = self._logits(inputs), self.sequence.part(targets, IGNORED_LABEL)
         # The parts have unequal numbers of targets. Their mean is to be that of the whole batch.
-        share = (part != IGNORED).sum() * self.sequence.size / (targets != IGNORED).sum().clamp(min=1)
+        share = (part != IGNORED_LABEL).sum() * self.sequence.size / (targets != IGNORED_LABEL).sum().clamp(min=1)
         return self.sequence.mean(self.pipeline_loss(logits, part) * share)
 
-    def _of_part(self, tokens: Tensor, sequence: SequenceGroup) -> Tensor:
+    def _logits(self, tokens: Tensor) -> Tensor:
         """Return the logits of this rank's part of the tokens."""
-        if self.network.positions == "learned":
-            self._check_length(tokens.shape[1])
-        return self._through_layers(sequence.part(tokens))
-
-    def _through_layers(self, states: Tensor) -> Tensor:
+        states = tokens
+        if self.sequence is not None:
+            if self.network.positions == "learned":
+                self._check_length(tokens.shape[1])
+            states = self.sequence.part(tokens)
         for layer in self.layers:
             states = layer(states)
         return states
