@@ -1,4 +1,4 @@
-"""Computes activations again in the backward pass, and counts a batch once in the running statistics."""
+"""Computes activations again in the backward pass, but adds a batch only once to running statistics."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ from azureml_strategy.strategies.mixed_precision import NORM_WITH_STATISTICS
 def checkpointed(module: nn.Module) -> Callable[..., Any]:
     """Return `torch.utils.checkpoint.checkpoint` for functions that run layers of a module.
 
-    The second forward pass, which torch makes for the backward pass, would add the batch to running statistics again.
-
-    Args:
-        module: has the layers.
-
-    Returns:
-        A function of another one and its arguments.
+    torch runs them again for the backward pass, which would add the batch to running statistics a second time.
     """
     if not any(isinstance(layer, NORM_WITH_STATISTICS) for layer in module.modules()):
         return partial(checkpoint, use_reentrant=False)  # torch.compile takes no contexts
@@ -39,7 +33,7 @@ def _without_statistics(module: nn.Module) -> Iterator[None]:
     ]
     momenta = [layer.momentum for layer in tracking]
     for layer in tracking:
-        # Without statistics it would save less for the backward pass, and torch compares what the two passes save.
+        # The layer must go on tracking: torch compares the tensors that both passes save for the backward pass.
         layer.momentum = 0.0
         layer.__dict__["num_batches_tracked"] = None
     try:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
@@ -56,7 +55,7 @@ from azureml_strategy.strategies.zero.watched_engine import FabricEngine
 
 
 class FabricNodeLauncher(NodeLauncher):
-    """`NodeLauncher` for a function with any arguments: Lightning's launcher for the Trainer keeps `trainer=`."""
+    """`NodeLauncher` for a function with any arguments: Lightning's launcher for the Trainer consumes `trainer=`."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +72,7 @@ class LaunchedFabricStrategy(LaunchedProcesses):
 
     @property
     def precision(self) -> Precision:
-        """Lightning's precision plugin, which leaves precise what must stay so."""
+        """Lightning's precision plugin, changed by `keep_precise`."""
         made: Precision = super().precision  # type: ignore[misc]
         return made
 
@@ -91,14 +90,14 @@ class LaunchedFabricStrategy(LaunchedProcesses):
 
     @override
     def _configure_launcher(self) -> None:
-        self.num_nodes = self._num_nodes  # Fabric sets the attribute, past the property that follows the launch
+        self.num_nodes = self._num_nodes  # Fabric sets the attribute, not the property that follows the launch
         super()._configure_launcher()
 
     def all_reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         """Reduce a tensor over ranks, as `reduce_over_ranks` does.
 
-        Fabric promises the result in the given tensor. A tensor of integers cannot hold their mean, which is cut off
-        in it: take what is returned.
+        Fabric promises the result in the given tensor. A tensor of integers cannot hold their mean and gets it without
+        its fraction: use the returned tensor.
         """
         if not isinstance(tensor, Tensor):
             return tensor
@@ -162,8 +161,8 @@ class FabricDDPStrategy(LaunchedFabricStrategy, DDPStrategy):
         self._gradients.add_optimizer(optimizer, self.root_device)
         return optimizer
 
-    # Fabric refuses loss.backward() under a strategy that overrides this. Here it stays allowed, so that this says, as
-    # decorators do, which function it wraps.
+    # Fabric refuses loss.backward() under a strategy that overrides this method. `wraps` makes it look like the wrapped
+    # one, so that loss.backward() stays allowed.
     @wraps(Strategy.backward)
     def backward(  # type: ignore[override]
         self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
@@ -384,10 +383,8 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
 
     @override
     def setup_environment(self) -> None:
-        data, tensor = self._asked_sizes
         layout = plan_layout(
-            data,
-            tensor,
+            *self._asked_sizes,
             num_nodes=self.num_nodes,
             processes_per_node=self.num_processes,
             cuts_tensors=self._cuts_by_itself,
@@ -424,7 +421,7 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
         gathering = self._gatherings[module] = Gathering(module)
 
         def shard_after_evaluation(*_: object) -> None:
-            # No backward pass follows that would do so, and the gathered parameters do not follow a step.
+            # No backward pass follows that would do so, and a step would not change the gathered parameters.
             if not torch.is_grad_enabled():
                 gathering.after_step()
 
@@ -441,10 +438,8 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         refuse_optimizer(optimizer)
-        if not self._cuts_by_itself:  # which may have parameters of each rank's own, such as experts
-            group = dist.group.WORLD  # those of a tensor-parallel group hold the same too
-            assert group is not None
-            train_alike(optimizer, group)
+        if not self._cuts_by_itself:  # such a function may give each rank other parameters, such as experts
+            train_alike(optimizer)
         return optimizer
 
     @override
@@ -476,16 +471,9 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
         return output
 
     @override
-    def clip_gradients_norm(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        max_norm: float | int,
-        norm_type: float | int = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> torch.Tensor:
+    def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Tensor:
         with NormsOverMeshes():
-            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+            return super().clip_gradients_norm(*args, **kwargs)
 
     def _spread(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if not is_parallel(module):

@@ -1,6 +1,7 @@
 """Base of all our strategies: processes, ranks and devices come from the launch.
 
-It also warns at the start of what would train in evaluation mode, and has schedulers of all ranks follow one value.
+It also warns at the start of modules that would train in evaluation mode, and makes the schedulers of all ranks follow
+one value.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ _networks: dict[str, RunNetwork] = {}
 
 
 def warn_of_evaluation_modes(module: LightningModule) -> None:
-    """Warn of parts in evaluation mode whose parameters an optimizer has. Nothing is changed: it may be meant.
+    """Warn of parts in evaluation mode whose parameters an optimizer has. Nothing is changed: it may be intended.
 
-    `from_pretrained` of transformers leaves a model so, and Lightning keeps the modes that a module has: the model
+    `from_pretrained` of transformers leaves a model in this mode, and Lightning keeps the modes of a module: the model
     would train without dropout and without activation checkpointing.
     """
     found = list(trained_in_evaluation_mode(module))
@@ -74,7 +75,7 @@ def warn_of_evaluation_modes(module: LightningModule) -> None:
 
 
 def trained_in_evaluation_mode(module: LightningModule) -> Iterator[str]:
-    """Yield the names of parts in evaluation mode with parameters that train, each without those inside of it.
+    """Yield the names of the outermost parts in evaluation mode with parameters that train.
 
     Frozen parts are not among them, nor models that no optimizer has, such as teachers, nor normalisations that keep
     their statistics.
@@ -82,7 +83,7 @@ def trained_in_evaluation_mode(module: LightningModule) -> Iterator[str]:
     own = {id(each) for each in module.parameters() if each.requires_grad}
     groups = (group for optimizer in module.trainer.optimizers for group in optimizer.param_groups)
     held = {id(each) for group in groups for each in group["params"]}
-    # DeepSpeed's optimizers have others in the place of the parameters, and mark those that they train.
+    # DeepSpeed's optimizers hold other tensors instead of the parameters, and mark those parameters.
     trained = own & (held | {id(each) for each in module.parameters() if is_of_zero(each)}) or own
     inside: set[nn.Module] = set()
     for name, part in module.named_modules():
@@ -95,20 +96,17 @@ def trained_in_evaluation_mode(module: LightningModule) -> Iterator[str]:
 
 
 def average_monitored_values(trainer: Trainer) -> None:
-    """Have all ranks' ReduceLROnPlateau follow the mean over the ranks.
+    """Make ReduceLROnPlateau on all ranks follow the mean over the ranks.
 
-    Lightning gives each the value that its own rank has logged. Without `sync_dist=True` the learning rates come apart,
-    and with them the models. A value that all ranks have alike stays what it is, to the bit.
-
-    Args:
-        trainer: about to start; other functions than fit have no schedulers.
+    Lightning gives each the value that its own rank has logged. Without `sync_dist=True` the learning rates diverge,
+    and with them the models. A value that is the same on all ranks stays as it is, to the last bit.
     """
     if trainer.state.fn == TrainerFn.FITTING and trainer.world_size > 1:
         follow_together(trainer, _mean_of_ranks)
 
 
 def _mean_of_ranks(value: Any) -> Any:
-    """A collective. Ranks that have logged nothing count for nothing; Lightning asks for the value on all of them."""
+    """Return the mean over the ranks that have logged a value; a collective, which Lightning calls on all ranks."""
     logged = [each for each in gather(None if value is None else float(value)) if each is not None]
     if value is None and not logged:
         return None
@@ -119,7 +117,7 @@ def _mean_of_ranks(value: Any) -> Any:
 
 
 class LaunchedProcesses:
-    """Mix-in that stands before a parallel strategy of Lightning's, the Trainer's or Fabric's, in the bases.
+    """Mix-in before a parallel strategy of Lightning's, the Trainer's or Fabric's.
 
     In a job, `num_nodes` and `devices` follow the launch. Lightning tells a strategy the numbers of its Trainer or
     Fabric, but not whether the user typed them. If not, it passes 1 node, and 1 CPU process or all visible GPUs. So the
@@ -140,7 +138,7 @@ class LaunchedProcesses:
     _parallel_devices: list[torch.device] | None
     _process_group_backend: str | None
     _timeout: timedelta | None
-    # The job's environment, until Lightning tells whether the user gave another.
+    # The job's environment, while it is still open whether the user has given another one.
     _withheld: AzureMLEnvironment | None = None
     _cluster_environment: ClusterEnvironment | None
 
@@ -157,9 +155,9 @@ class LaunchedProcesses:
         self.cluster_environment = cluster_environment
 
     def prefer_plugins(self) -> None:
-        """Give way to a cluster environment of the user's: `Trainer(strategy="ddp", plugins=[environment])`.
+        """Let the user replace the cluster environment: `Trainer(strategy="ddp", plugins=[environment])`.
 
-        Lightning hands a strategy the environment of `plugins`, or one of its own, only if the strategy has none.
+        Lightning gives a strategy the environment of `plugins`, or its own, only if the strategy has none.
         """
         self._withheld, self._cluster_environment = self._job_environment, None
 
@@ -188,7 +186,7 @@ class LaunchedProcesses:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes in the job; outside a job, the number that was typed."""
+        """Nodes in the job; outside a job, the argument of the Trainer or Fabric."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -214,7 +212,7 @@ class LaunchedProcesses:
             raise ConfigurationError(self._no_script(len(self.parallel_devices)))
 
     def _must_start_processes(self) -> bool:
-        """Whether this process is to start others. If not, Lightning needs no launcher, and a notebook allows none."""
+        """Whether this process must start others. If not, Lightning needs no launcher, and a notebook allows none."""
         assert self.cluster_environment is not None
         assert self.parallel_devices is not None
         return len(self.parallel_devices) > 1 and not self.cluster_environment.creates_processes_externally
@@ -231,9 +229,9 @@ class LaunchedProcesses:
         )
 
     def setup_environment(self) -> None:
-        """Start the process group; in a job on the network that is there."""
+        """Start the process group, in a job on the network that its nodes have."""
         if dist.is_initialized() and dist.get_world_size() != self.world_size:  # type: ignore[attr-defined]
-            # Lightning would use it. After a training on one device, each process that a notebook forks has a copy.
+            # Lightning would use it. After a training on one device, each process that a notebook forks inherits it.
             raise ConfigurationError(
                 f"This {self.made_by} has {self.world_size} processes, but this one is in a process group of "  # type: ignore[attr-defined]
                 f"{dist.get_world_size()} from an earlier training. In a notebook, restart the kernel; in a script, "
@@ -258,11 +256,11 @@ class LaunchedProcesses:
 
     @property
     def network(self) -> RunNetwork | None:
-        """What carries the job's traffic, and its settings; None except on rank 0 of a job that has started."""
+        """The network that carries the job's traffic, and its settings; None except on rank 0 of a started job."""
         return _networks.get("run") if self._job_environment is not None else None
 
     def _start_on_network(self, launch: Launch) -> None:
-        """Set up the network, start the process group on it, and read back what carries the traffic."""
+        """Set up the network, start the process group on it, and observe which transport carries the traffic."""
         backend = self._process_group_backend or default_process_group_backend(self.root_device)
         timeout = self._timeout or default_pg_timeout
         session = prepare_network(launch, backend, timeout, require_infiniband=self._require_infiniband)
@@ -304,7 +302,7 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
     """`LaunchedProcesses` for the Trainer's strategies, with checkpoints that a restart and transformers can load."""
 
     trains_several_types: ClassVar[bool] = False
-    """Whether weights in 16 bits train beside others in float32. DeepSpeed and FSDP2 lay them out as one row."""
+    """Whether weights in 16 bits can train beside others in float32. DeepSpeed and FSDP2 need one type."""
 
     @override
     def setup_environment(self) -> None:
@@ -347,7 +345,7 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
         warn_of_rounded_averages(self.lightning_module.trainer.callbacks, self.lightning_module)  # type: ignore[attr-defined]
 
     def _keeps_statistics(self) -> bool:
-        # sync_batchnorm=True replaces the layers later, and knows nothing of weights in another type
+        # sync_batchnorm=True replaces the layers later, by layers that cannot have weights of another type
         return self._layer_sync is None
 
     @override
@@ -357,20 +355,20 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
 
     @property
     def loads_pretrained(self) -> Way:
-        """How `load_pretrained` gives a model of transformers its weights in `configure_model`."""
+        """How `load_pretrained` loads the weights of a model of transformers in `configure_model`."""
         return "broadcast" if self.world_size > 1 else "whole"
 
     @property
     def alike(self) -> int:
-        """How many ranks compute each sample together, all of it in the same way, and log the same."""
+        """How many ranks compute each sample together, and so log the same values."""
         return 1
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         """Reduce a tensor over the ranks, as `reduce_over_ranks` does; `self.log(..., sync_dist=True)` comes here.
 
-        `sum` counts ranks that are alike once, so that it is the sum over the data. To count each rank, give
-        torch.distributed's `ReduceOp.SUM`, or a group.
+        `sum` counts ranks that compute a sample together once, so that it is the sum over the data. To count each rank,
+        give torch.distributed's `ReduceOp.SUM`, or a group.
         """
         if not isinstance(tensor, Tensor):
             return tensor
@@ -415,5 +413,5 @@ def _of_job(environment: ClusterEnvironment | None) -> AzureMLEnvironment | None
 
 
 def _is_lightnings(environment: ClusterEnvironment | None) -> bool:
-    """Whether Lightning may have chosen the environment itself. It looks at variables, and knows none of Azure ML's."""
+    """Whether Lightning may have chosen the environment itself, by variables. It knows none of Azure ML's."""
     return type(environment).__module__.partition(".")[0] == "lightning"

@@ -83,12 +83,12 @@ def _command() -> tuple[Sequence[str], str | None]:
 
 
 def _at_one_time(overrides: Sequence[str]) -> list[str]:
-    """Return overrides as they were typed, with this process's time for `${now:...}`: each rank would have another."""
+    """Return overrides as they were typed, but with this process's time for `${now:...}`, which differs per rank."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
     times, job = OmegaConf.create(), cast(Any, HydraConfig.instance().cfg)
-    OmegaConf.copy_cache(job, times)  # a time that was asked for before is the same
+    OmegaConf.copy_cache(job, times)  # so that a time that the job has used before is the same
 
     def read(found: re.Match[str]) -> str:
         times.time = found[0]

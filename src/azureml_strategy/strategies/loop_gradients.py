@@ -1,4 +1,4 @@
-"""Equal gradients under DDP in a loop of the user's own, whatever its passes go through and whatever trains."""
+"""Equal gradients under DDP in a user's own loop, whatever its passes go through and whatever trains."""
 
 from __future__ import annotations
 
@@ -24,31 +24,27 @@ from azureml_strategy.strategies.changing_parameters import (
 
 
 class _ReducerPasses:
-    """Follows whether the reducer of a wrapper averages in a backward pass: once after each forward pass.
+    """Tracks whether the reducer of a wrapper averages in a backward pass: once after each forward pass.
 
     Args:
         ddp: around a module.
-        in_backward: whether a backward pass of the strategy runs, which completes by itself.
+        in_backward: whether a backward pass of the strategy runs. Such a pass completes by itself.
 
     Attributes:
-        awaits: whether a forward pass has told the reducer to expect a backward pass.
-        averages: whether the last backward pass went through what the wrapper had returned, when it was awaited.
-        reduced: by their ids, the parameters whose gradients the reducer averages.
-        left: by their ids, those that the user has told DDP to leave alone.
+        ddp: a weak reference to it.
+        awaits: whether the reducer expects a backward pass after a forward pass.
+        averages: whether the reducer has averaged in the last backward pass.
+        reduced: ids of the parameters whose gradients the reducer averages.
+        left: ids of the parameters that the user has told DDP to ignore.
     """
 
     def __init__(self, ddp: CompletingDDP, in_backward: Callable[[], bool]) -> None:
-        self._ddp, self._in_backward = weakref.ref(ddp), in_backward
+        self.ddp, self._in_backward = weakref.ref(ddp), in_backward
         self.awaits = self.averages = False
         self.reduced = {id(each) for each in ddp.reduced}
         ignored = set(ddp.parameters_to_ignore)
         self.left = {id(each) for name, each in ddp.module.named_parameters() if name in ignored}
         ddp.register_forward_hook(self._expect_backward)
-
-    @property
-    def ddp(self) -> CompletingDDP | None:
-        """The wrapper; None if nothing else holds it any more."""
-        return self._ddp()
 
     def _expect_backward(self, ddp: nn.Module, inputs: object, outputs: Any) -> None:
         assert isinstance(ddp, CompletingDDP)
@@ -62,11 +58,11 @@ class _ReducerPasses:
         if torch.is_grad_enabled() and ddp.require_backward_grad_sync:
             self.awaits, ddp.awaits_backward = False, True
             apply_to_collection(outputs, Tensor, watch)
-            if not self.awaits:  # the backward pass was a part of the forward pass
+            if not self.awaits:  # no output needs one: the forward pass has gone backward itself
                 ddp.expect_nothing()
 
     def _on_backward(self, _: Tensor) -> None:
-        ddp = self.ddp
+        ddp = self.ddp()
         if self.awaits and ddp is not None:
             self.awaits, self.averages = False, True
             if not self._in_backward():  # loss.backward() of the user's
@@ -77,48 +73,49 @@ class LoopGradients:
     """Averages the gradients that no reducer of DDP averages.
 
     A reducer averages in the first backward pass after a forward pass of its module, and only the parameters that were
-    trainable when it was made. A loop may call layers past the wrapper, go backward twice, unfreeze parameters, or
-    train some that no module has, and go backward by `loss.backward()`. To average once more what is equal already
-    changes nothing.
+    trainable when it was made. A loop may call layers without the wrapper, go backward twice, unfreeze parameters,
+    train some that no module has, and go backward by `loss.backward()`. Gradients that are equal already may be
+    averaged again: that changes nothing.
     """
 
     def __init__(self) -> None:
         self._passes: list[_ReducerPasses] = []
-        self._optimizers: list[weakref.ref[Optimizer]] = []  # in an order that all ranks share
+        self._optimizers: list[weakref.ref[Optimizer]] = []  # in the same order on all ranks
         self._in_backward = False
-        self._backwards = 0  # how many backward passes have averaged, and how many at an optimizer's last step
+        self._backwards = 0  # how many backward passes have averaged
+        # The same number at each optimizer's last step.
         self._backwards_at_step: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         _followed_loops().append(weakref.ref(self))
 
     def add_module(self, ddp: CompletingDDP) -> None:
-        """Take care of the gradients of a module."""
-        self._passes = [each for each in self._passes if each.ddp is not None]
+        """Average the gradients of a module."""
+        self._passes = [each for each in self._passes if each.ddp() is not None]
         self._passes.append(_ReducerPasses(ddp, lambda: self._in_backward))
 
     def add_optimizer(self, optimizer: Optimizer, device: torch.device) -> None:
-        """Take care of what an optimizer trains; a collective if that is in no module.
+        """Average the gradients of an optimizer's parameters; a collective if some are in no module.
 
         Args:
             optimizer: may get groups later.
-            device: of this rank. Parameters elsewhere are still to be moved, in a module, which is then made equal.
+            device: of this rank. Parameters on another one belong to a module that is not moved and made equal yet.
         """
         self._optimizers = [each for each in self._optimizers if each() is not None]
         self._optimizers.append(weakref.ref(optimizer))
 
         def unknown(of: Optimizer) -> list[nn.Parameter]:
-            known = {id(each) for passes in self._passes if passes.ddp for each in passes.ddp.equal}
+            known = {id(each) for passes in self._passes if (ddp := passes.ddp()) for each in ddp.equal}
             return [each for each in optimized([of]) if id(each) not in known and each.device.type == device.type]
 
         for_each_parameter(optimizer, unknown, lambda each: dist.broadcast(each.detach(), 0))
 
     @contextmanager
     def backward_pass(self, loss: Tensor) -> Iterator[None]:
-        """Go backward from a loss in this context; at its end, the gradients that are left are averaged."""
+        """Go backward from a loss in this context; at its end, average the gradients that no reducer has averaged."""
         self._in_backward = True
         for each in self._passes:
             each.averages = False
-            if each.ddp is not None:
-                each.ddp.complete_after(loss)
+            if (ddp := each.ddp()) is not None:
+                ddp.complete_after(loss)
         try:
             yield
         finally:
@@ -133,10 +130,10 @@ class LoopGradients:
         """Note the gradients before a `loss.backward()` of the user's.
 
         Returns:
-            A function to call after the pass. It averages if a gradient of this loop has changed: one rank alone may go
-            backward through something else.
+            A function to call after the pass. It averages if a gradient of this loop has changed. If none has, the pass
+            was through something else, perhaps on one rank alone.
         """
-        if self._in_backward:  # the strategy's own
+        if self._in_backward:  # a pass of the strategy
             return lambda: None
         parameters = optimized(self._living_optimizers())
         noted = [(each, each.grad, _version(each.grad)) for each in parameters]
@@ -145,7 +142,7 @@ class LoopGradients:
             each.averages = False
 
         def average_new() -> None:
-            # A parameter has another gradient since, or the numbers of the same one are others.
+            # The gradient is another tensor, or its values have changed.
             changed = any(each.grad is not before or _version(each.grad) != version for each, before, version in noted)
             if changed:
                 self._average_left()
@@ -155,7 +152,7 @@ class LoopGradients:
         return average_new
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Average the gradients of a step to which no backward pass of the strategy has led."""
+        """Average the gradients before a step, if no backward pass has done so since the optimizer's last one."""
         if self._backwards_at_step.get(optimizer, 0) == self._backwards:
             self._average_others([optimizer])
             for each in self._passes:
@@ -163,7 +160,7 @@ class LoopGradients:
         self._backwards_at_step[optimizer] = self._backwards
 
     def closure_of(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure after which gradients are equal, and the loss by which LBFGS decides on its next step."""
+        """Return a closure after which gradients are equal. LBFGS decides by the loss: it gets the ranks' mean."""
 
         def closed() -> Any:
             loss = closure()
@@ -180,12 +177,12 @@ class LoopGradients:
         return [each for ref in self._optimizers if (each := ref()) is not None]
 
     def _average_others(self, optimizers: list[Optimizer]) -> None:
-        living = [(each, ddp) for each in self._passes if (ddp := each.ddp) is not None]
+        living = [(each, ddp) for each in self._passes if (ddp := each.ddp()) is not None]
         if not living or not any(ddp.require_backward_grad_sync for _, ddp in living):
             return
         done = [each.reduced for each, ddp in living if each.averages or not ddp.require_backward_grad_sync]
-        settled = set().union(*done, *(each.left for each, _ in living))
-        average((each for each in optimized(optimizers) if id(each) not in settled), living[0][1])
+        without = set().union(*done, *(each.left for each, _ in living))
+        average((each for each in optimized(optimizers) if id(each) not in without), living[0][1])
 
 
 def _version(gradient: Tensor | None) -> int:
@@ -194,10 +191,10 @@ def _version(gradient: Tensor | None) -> int:
 
 @cache
 def _followed_loops() -> list[weakref.ref[LoopGradients]]:
-    """Average after each `loss.backward()` from now on, as a loop of the user's own calls nothing else of ours.
+    """Average after each `loss.backward()` from now on, as a user's own loop calls nothing else of ours.
 
     Returns:
-        The loops whose gradients are averaged, in an order that all ranks share.
+        The loops whose gradients are averaged, in the same order on all ranks.
     """
     loops: list[weakref.ref[LoopGradients]] = []
 

@@ -1,8 +1,8 @@
 """Lets modules with float32 buffers train on 16-bit weights, as they do under DDP in `bf16-mixed` and `16-mixed`.
 
 DDP keeps float32 weights, and autocast casts them where they are used. DeepSpeed makes the weights 16-bit, and FSDP2
-gathers them so. Buffers stay float32 under all of them: a running mean would lose its small updates otherwise. What
-then meets a buffer is float32, and torch refuses most operations between float32 and 16 bits.
+gathers them so. Buffers stay float32 under all of them: otherwise a running mean would lose its small updates. The
+result of an operation with a buffer is float32, and torch refuses most operations between float32 and 16 bits.
 
 Two things help. A normalisation computes with float32 copies of its weights where its statistics or its input are
 float32; each copy is as small as a row of activations. And where other buffers are float32, the forward pass runs
@@ -29,8 +29,8 @@ from azureml_strategy.strategies.errors import ConfigurationError
 
 # The mixed precisions, and the type that they compute with.
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-_HALVES = (torch.bfloat16, torch.float16)
-# What torch says of two types in one operation, in its own words for each kind of operation.
+HALVES = (torch.bfloat16, torch.float16)
+# torch's error messages about two types in one operation.
 _TWO_TYPES = re.compile(
     r"same dtype|expected scalar type|have scalar type|match weight dtype|promoting not supported"
     r"|type \((?P<one>.*)\) and \w+ type \((?P<other>.*)\) should be the same"
@@ -47,20 +47,12 @@ class MixedPrecisionStrategy(ParallelStrategy):
     _casts_weights = False
 
     def mix_precision(self, module: nn.Module, autocast: bool) -> None:
-        """Have a module compute with 16-bit weights beside float32 buffers, until `teardown`.
-
-        Args:
-            module: what DeepSpeed's engine calls; it has made the weights 16-bit.
-            autocast: whether its forward pass runs under autocast, see `float32_buffers`.
-
-        Raises:
-            ConfigurationError: a layer computes with weights and buffers where neither helps.
-        """
+        """Let a module compute with its 16-bit weights beside float32 buffers until `teardown`, see `mix_precision`."""
         plugin, undo = self.precision_plugin, ExitStack()
         undo.callback(mix_precision(module, plugin.precision, self.root_device.type, autocast))
         self._casts_weights = plugin.precision in MIXED and not autocast
         if plugin.precision in MIXED and autocast and type(plugin).convert_input is DeepSpeedPrecision.convert_input:
-            # As DDP does: floats of a batch may be targets, or large numbers that a buffer centers.
+            # Do not cast the batch, as DDP does not: its floats may be targets, or large numbers that a buffer centers.
             plugin.convert_input = lambda data: data  # type: ignore[method-assign]
             undo.callback(delattr, plugin, "convert_input")
         self._restore_module = undo.close
@@ -77,7 +69,7 @@ class MixedPrecisionStrategy(ParallelStrategy):
 
     @contextmanager
     def two_types_explained(self) -> Iterator[None]:
-        """Explain what to write where a step makes a float32 tensor of its own. Nothing shows that before it runs."""
+        """Explain the error of a step that makes a float32 tensor itself. Nothing shows that before it runs."""
         try:
             yield
         except (RuntimeError, ValueError) as error:
@@ -102,14 +94,11 @@ class MixedPrecisionStrategy(ParallelStrategy):
 
 
 def float32_buffers(module: nn.Module) -> list[str]:
-    """Return the names of the buffers whose values meet activations in float32.
+    """Return the names of the buffers of a module whose values meet activations in float32.
 
     Statistics of normalisations are not among them, because those layers return the type of their input. Neither are
     the tables of models of transformers that no checkpoint holds, such as rotary frequencies: its code casts their
     results, as it expects 16-bit weights.
-
-    Args:
-        module: whose buffers, and those of its submodules, are looked at.
     """
     return [
         f"{path}.{name}" if path else name
@@ -117,15 +106,15 @@ def float32_buffers(module: nn.Module) -> list[str]:
         if not isinstance(owner, NORM_WITH_STATISTICS)
         for name, buffer in owner.named_buffers(recurse=False)
         if (buffer.is_floating_point() or buffer.is_complex())
-        and buffer.dtype not in _HALVES
+        and buffer.dtype not in HALVES
         and not (type(owner).__module__.startswith("transformers.") and name in owner._non_persistent_buffers_set)
     ]
 
 
 def make_contiguous(module: nn.Module) -> None:
-    """Lay out parameters as DeepSpeed and FSDP2 need them: they see a parameter as one row of numbers.
+    """Lay out parameters as DeepSpeed and FSDP2 need them: they treat a parameter as one row of numbers.
 
-    Weights in channels_last lose that layout. Activations keep theirs, as convolutions follow their input too.
+    Weights in channels_last lose that layout. Activations keep it, because convolutions also follow their input.
     """
     for parameter in module.parameters():
         if not parameter.is_contiguous():
@@ -133,16 +122,16 @@ def make_contiguous(module: nn.Module) -> None:
 
 
 def mix_precision(module: nn.Module, precision: str, device_type: str, autocast: bool) -> Callable[[], None]:
-    """Have a module in DeepSpeed's engine compute with its 16-bit weights beside float32 buffers.
+    """Let a module in DeepSpeed's engine compute with its 16-bit weights beside float32 buffers.
 
     Args:
         module: what the engine calls.
-        precision: as in `Trainer(precision=...)`; nothing is to be done but in `bf16-mixed` and `16-mixed`.
+        precision: as in `Trainer(precision=...)`; only `bf16-mixed` and `16-mixed` change the module.
         device_type: `cuda` or `cpu`.
         autocast: whether the forward pass runs under autocast.
 
     Returns:
-        A function that makes the module what it was.
+        A function that undoes this.
 
     Raises:
         ConfigurationError: see `refuse_old_spectral_norm`.
@@ -157,17 +146,13 @@ def mix_precision(module: nn.Module, precision: str, device_type: str, autocast:
 
 
 def mix_sharded_precision(module: nn.Module, precision: str, device_type: str) -> Callable[[], None]:
-    """Have a module whose weights FSDP2 gathers in 16 bits compute beside float32 buffers and inputs.
+    """Let a module whose weights FSDP2 gathers in 16 bits compute beside float32 buffers and inputs.
 
-    Lightning's plugin has autocast around the steps already. On a GPU it casts what normalisations read; on a CPU not.
-
-    Args:
-        module: before it is sharded.
-        precision: as in `Trainer(precision=...)`.
-        device_type: `cuda` or `cpu`.
+    Call it before the module is sharded. Lightning's plugin already has autocast around the steps. On a GPU autocast
+    casts the inputs of normalisations, on a CPU it does not.
 
     Returns:
-        A function that makes the module what it was.
+        A function that undoes this.
 
     Raises:
         ConfigurationError: see `refuse_old_spectral_norm`.
@@ -175,8 +160,8 @@ def mix_sharded_precision(module: nn.Module, precision: str, device_type: str) -
     mixed = precision in MIXED
     if mixed:
         refuse_old_spectral_norm(module, device_type, precision)
-    uncast = mixed and device_type == "cpu"
-    return compute_in_float32_beside_buffers(module, every_normalisation=uncast or bool(float32_buffers(module)))
+    not_cast = mixed and device_type == "cpu"
+    return compute_in_float32_beside_buffers(module, every_normalisation=not_cast or bool(float32_buffers(module)))
 
 
 def refuse_old_spectral_norm(module: nn.Module, device_type: str, precision: str) -> None:
@@ -191,22 +176,22 @@ def refuse_old_spectral_norm(module: nn.Module, device_type: str, precision: str
 
 
 def compute_in_float32_beside_buffers(module: nn.Module, every_normalisation: bool) -> Callable[[], None]:
-    """Have normalisations compute with float32 copies of 16-bit weights where their statistics or input are float32.
+    """Let normalisations compute with float32 copies of 16-bit weights where their statistics or input are float32.
 
-    Parametrizations with buffers, such as spectral norms, compute in float32 altogether.
+    Parametrizations with buffers, such as spectral norms, always compute in float32.
 
     Args:
         module: whose layers get another `forward`.
         every_normalisation: also those without statistics, such as LayerNorm, where activations may be float32.
 
     Returns:
-        A function that gives the layers their own `forward` back.
+        A function that undoes this.
     """
     kinds = _NORMALISATIONS if every_normalisation else NORM_WITH_STATISTICS
     undo = ExitStack()
     for layer in module.modules():
-        own = layer.__dict__.get("forward")
-        if isinstance(own, partial) and own.func is _forward_in_float32:
+        replaced = layer.__dict__.get("forward")
+        if isinstance(replaced, partial) and replaced.func is _forward_in_float32:
             continue  # FSDP2's strategy and a precision plugin may both ask for it
         normalises = isinstance(layer, kinds) and "weight" in layer._parameters
         if normalises or (isinstance(layer, ParametrizationList) and float32_buffers(layer)):
@@ -215,17 +200,10 @@ def compute_in_float32_beside_buffers(module: nn.Module, every_normalisation: bo
 
 
 def autocast_forward(module: nn.Module, device_type: str, dtype: torch.dtype) -> Callable[[], None]:
-    """Run the calls of a module under autocast.
+    """Run the calls of a module under autocast, and return a function that ends this.
 
-    DeepSpeed ends every autocast around its engine, so that this one begins inside.
-
-    Args:
-        module: a LightningModule inside DeepSpeed's engine, or the layers of a stage.
-        device_type: `cuda` or `cpu`.
-        dtype: of the operations that autocast computes in 16 bits.
-
-    Returns:
-        A function that ends it for later calls.
+    DeepSpeed ends every autocast around its engine, so this one begins inside. The module is a LightningModule in the
+    engine, or the layers of a stage.
     """
     running: list[torch.autocast] = []  # a step of a LightningModule calls the module again
 
@@ -248,11 +226,11 @@ def autocast_forward(module: nn.Module, device_type: str, dtype: torch.dtype) ->
 
 
 def _forward_in_float32(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    own = dict(layer.named_parameters(recurse=False))
-    if not any(each.dtype in _HALVES for each in own.values()) or not _needs_float32(layer, args):
+    parameters = dict(layer.named_parameters(recurse=False))
+    if not any(each.dtype in HALVES for each in parameters.values()) or not _needs_float32(layer, args):
         return forward(*args, **kwargs)
-    weights = {name: each.float() for name, each in own.items()}
-    # They shadow the parameters: Python finds an attribute of the object itself before nn.Module is asked.
+    weights = {name: each.float() for name, each in parameters.items()}
+    # They shadow the parameters: Python looks into an object's __dict__ before it asks nn.Module for a parameter.
     layer.__dict__.update(weights)
     try:
         return forward(*args, **kwargs)
@@ -272,9 +250,9 @@ def _needs_float32(layer: nn.Module, args: tuple[Any, ...]) -> bool:
 
 def replace_forward(undo: ExitStack, layer: nn.Module, forward: Callable[..., Any]) -> None:
     """Give a layer another `forward`, until `undo` is closed."""
-    own = layer.__dict__.get("forward")  # where activation checkpointing or the user has replaced it before
+    earlier = layer.__dict__.get("forward")  # of activation checkpointing or the user
     layer.forward = forward
-    if own is None:
+    if earlier is None:
         undo.callback(layer.__dict__.pop, "forward", None)
     else:
-        undo.callback(setattr, layer, "forward", own)
+        undo.callback(setattr, layer, "forward", earlier)

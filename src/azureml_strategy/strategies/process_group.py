@@ -1,8 +1,8 @@
-"""The process group that our strategies have made in this process: whose it is, and how it ends.
+"""The process group that our strategies have made in this process, and how it ends.
 
-Trainers and Fabrics one after another in a process use one group, so the end of a fit must not end it. It ends with
-the process, before the interpreter. NCCL complains about a group that nobody destroys. Lightning destroys those of some
-strategies, and DeepSpeed none. A group that the user has made is his to destroy.
+Trainers and Fabrics one after another in a process use one group, so the end of a fit must not end it. It ends at the
+exit of the process, before the interpreter ends. NCCL complains about a group that nobody destroys. Lightning destroys
+those of some strategies, and DeepSpeed none. A group that the user has made is left to the user.
 
 Two things could make that end hang. NCCL's communicators end together: the call waits for the ranks of the node. So a
 rank that has failed aborts them, which needs no other rank. And gloo waits for collectives under way, which the others
@@ -28,7 +28,7 @@ from azureml_strategy.lightning_internals import leave_process_group
 
 log = logging.getLogger(__name__)
 
-# How long a rank waits for the others at its end. They come within seconds, unless one of them is still at work.
+# How long a rank waits for the others at its end. They come within seconds, unless one of them is still computing.
 _END_SECONDS = 30.0
 # An abort waits for nobody.
 _ABORT_SECONDS = 5.0
@@ -40,8 +40,8 @@ class _Made:
 
     Attributes:
         group: a weak reference, as a group ends with its last strong one.
-        process: the process that has made it. A child that is forked later inherits the object, but neither its threads
-            nor its connections.
+        process: id of the process that has made it. A child that is forked later inherits the object, but neither its
+            threads nor its connections.
         failed: whether a fit has ended by an error of this rank, so that the others may be inside a collective.
     """
 
@@ -51,7 +51,7 @@ class _Made:
 
 
 _made: _Made | None = None
-# Keeps the world's group after its end. With it rank 0's rendezvous store would go, which other ranks use until theirs.
+# Keeps the world's group after its end, and so rank 0's rendezvous store, which other ranks use until their own end.
 _kept: list[Any] = []
 
 
@@ -66,24 +66,20 @@ def own_process_group() -> None:
 
 
 def owns_process_group() -> bool:
-    """Whether the process group is one of ours, and of this process."""
+    """Whether the process group was made by this package, in this process."""
     if _made is None or not dist.is_initialized():
         return False
     return _made.group() is dist.group.WORLD and _made.process == os.getpid()
 
 
 def note_failure(failed: bool) -> None:
-    """Note whether this rank has left a fit by an error of its own.
-
-    Args:
-        failed: False when the next one begins.
-    """
+    """Note that a fit has ended by an error of this rank, or with False that the next one begins."""
     if _made is not None:
         _made.failed = failed
 
 
 def end_process_group() -> None:
-    """Destroy the process group with all its subgroups, if it is one of ours. It never raises, and never hangs."""
+    """Destroy the process group with all its subgroups, if this package made it. It never raises, and never hangs."""
     if not owns_process_group():
         return
     if _has_failed() and _is_nccl(None):
@@ -94,12 +90,9 @@ def end_process_group() -> None:
 
 
 def end_subgroup(group: dist.ProcessGroup) -> None:
-    """Destroy a group of some or all ranks, while the process goes on.
+    """Destroy a group that `torch.distributed.new_group` has made, while the process goes on.
 
-    If this rank has failed, NCCL's stay until the end, which aborts them: the other ranks do not destroy theirs.
-
-    Args:
-        group: as `torch.distributed.new_group` returned it.
+    If this rank has failed, a group of NCCL stays until the exit, which aborts it: the others do not destroy theirs.
     """
     if not (_has_failed() and _is_nccl(group)):
         dist.destroy_process_group(group)
@@ -112,7 +105,7 @@ def _end_at_exit() -> None:
 
 
 def _has_failed() -> bool:
-    # Python notes the exception that ends a script. It notes no exit code: `sys.exit(3)` looks like a good end.
+    # Python records the exception that ends a script, but no exit code: `sys.exit(3)` looks like a good end.
     return (_made is not None and _made.failed) or getattr(sys, "last_value", None) is not None
 
 
@@ -121,12 +114,12 @@ def _is_nccl(group: dist.ProcessGroup | None) -> bool:
 
 
 def _try(end: Callable[[], None], seconds: float, waits: bool) -> None:
-    """End the group, or leave it; `waits` tells whether that needs other ranks."""
+    """End the group, or leave it after some seconds. `waits` says whether its end needs other ranks."""
 
     def ended() -> bool:
         try:
             end()
-        except Exception as error:  # the exit code and the last messages are those of the script
+        except Exception as error:  # must not change the script's exit code, nor hide its last messages
             log.warning("The process group could not be destroyed: %s", error)
         return True
 

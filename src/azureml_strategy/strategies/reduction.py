@@ -31,10 +31,10 @@ def reduce_over_ranks(tensor: Tensor, group: Any = None, reduce_op: Any = "mean"
         tensor: of the same shape and type on all ranks of the group.
         group: all ranks if None.
         reduce_op: `mean` or `avg`, `sum`, `min`, `max`, `product`, or an operation of torch.distributed. None is `sum`.
-        alike: how many ranks give the same, of which `sum` counts one.
+        alike: how many ranks give the same values, of which `sum` counts one.
 
     Returns:
-        The given tensor wherever it holds the result.
+        The given tensor, if its type can hold the result.
     """
     operation, averages = _operation(reduce_op)
     whole_numbers = not (tensor.is_floating_point() or tensor.is_complex())
@@ -57,7 +57,7 @@ def reduce_over_ranks(tensor: Tensor, group: Any = None, reduce_op: Any = "mean"
 
 
 def _operation(reduce_op: Any) -> tuple[Any, bool]:
-    """The operation of torch.distributed, and whether to divide its result by the number of ranks."""
+    """Return the operation of torch.distributed, and whether to divide its result by the number of ranks."""
     if isinstance(reduce_op, str):
         name = reduce_op.upper()
         averages = name in ("MEAN", "AVG")
@@ -68,7 +68,7 @@ def _operation(reduce_op: Any) -> tuple[Any, bool]:
 
 
 def _wide_type(dtype: torch.dtype, operation: Any) -> torch.dtype:
-    """The type to reduce in."""
+    """Return the type to reduce in."""
     if dtype.is_floating_point:
         return torch.float32 if dtype.itemsize < 4 else dtype
     if dtype.is_complex:

@@ -15,11 +15,7 @@ from azureml_strategy.strategies.errors import ConfigurationError
 
 
 def refuse_second_derivatives(layer: nn.Module) -> None:
-    """Refuse `create_graph=True` in a backward pass that comes through a layer.
-
-    Args:
-        layer: its backward pass communicates. Whoever uses it so gets a ConfigurationError in that pass.
-    """
+    """Raise ConfigurationError in each backward pass with `create_graph=True` through a layer that communicates."""
     layer.register_forward_hook(_watch_backward)
 
 
@@ -30,7 +26,7 @@ def _watch_backward(layer: nn.Module, inputs: Any, output: Any) -> None:
 
 
 def _refuse_recorded(gradient: Tensor) -> None:
-    if torch.is_grad_enabled():  # in a backward pass: only with create_graph=True
+    if torch.is_grad_enabled():  # which a backward pass has only with create_graph=True
         raise ConfigurationError(
             "create_graph=True asks for derivatives of gradients, as gradient penalties do, but the layers that tensor "
             "parallelism has cut cannot give them: the penalty would be trained by a part of its gradient. Use "

@@ -1,5 +1,6 @@
-"""Keeps precise what `bf16-true` and `16-true` must not round: tables, such as rotary frequencies, and statistics;
-and computes tables of constructors in float32, where Lightning has torch make 16-bit tensors.
+"""Keeps tables, such as rotary frequencies, and statistics in float32 under `bf16-true` and `16-true`.
+
+Tables that constructors compute are computed in float32 too, although Lightning has torch make 16-bit tensors.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from azureml_strategy.strategies.mixed_precision import (
     replace_forward,
 )
 
-# What makes a result float32 by itself, and not by torch's default type.
+# Types and names of functions that make a result float32, whatever torch's default type is.
 _CHOSEN = (torch.float32, torch.float64)
 _BY_NAME = {"float", "double"}
-# Where a module may keep tensors that it has not registered.
+# Collections in which a module may keep tensors that it has not registered.
 _CONTAINERS = (list, tuple, dict)
 _OF_MODULE = {"_parameters", "_buffers", "_modules"}
 # Tensors that are float32 only because torch's default type was.
@@ -52,11 +53,7 @@ _SHOWN = 4
 
 @contextmanager
 def float32_tables(dtype: torch.dtype) -> Iterator[None]:
-    """Build modules whose parameters become 16 bits at once, and whose tables are computed in float32.
-
-    Args:
-        dtype: of the parameters.
-    """
+    """Build modules whose parameters get a type of 16 bits at once, and whose tables are computed in float32."""
     hook = register_module_parameter_registration_hook(partial(_cast_parameter, dtype))
     try:
         with float32_by_default(), _NotesDefaults(dtype):
@@ -66,11 +63,11 @@ def float32_tables(dtype: torch.dtype) -> Iterator[None]:
 
 
 def cast_plain_tensors(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Cast tensors of modules that are no buffers and that Lightning would have made in 16 bits.
+    """Cast tensors that are no buffers and that Lightning would have made in 16 bits.
 
     Args:
-        module: that `float32_tables` was active for.
-        dtype: which they get.
+        module: built under `float32_tables`.
+        dtype: their new type.
 
     Yields:
         The name of each in the module, and its values before.
@@ -85,9 +82,9 @@ def cast_plain_tensors(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[
 
 
 class _NotesDefaults(TorchFunctionMode):
-    """Notes which tensors would be 16 bits if that was torch's default type.
+    """Notes which tensors would have 16 bits if that was torch's default type.
 
-    A layer that a constructor tries on such a tensor has parameters in 16 bits already. The tensor is cast then.
+    If a constructor calls a layer with such a tensor, the layer's parameters have 16 bits already: cast the tensor.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -117,7 +114,7 @@ class _NotesDefaults(TorchFunctionMode):
 
 
 def _cast_parameter(dtype: torch.dtype, _: nn.Module, __: str, parameter: nn.Parameter | None) -> None:
-    # Weights that transformers reads from files it casts itself, but for those that it keeps in float32.
+    # transformers casts the weights that it reads from files itself, except those that it keeps in float32.
     if type(parameter) is nn.Parameter and parameter.dtype is torch.float32 and not reads_weights():
         parameter.data = parameter.data.to(dtype)
 
@@ -143,17 +140,17 @@ class _Place(NamedTuple):
     values: Tensor
 
 
-# Statistics in float32 of layers that have had them rounded since, at the end of a training.
+# The float32 statistics of layers whose own were rounded at the end of a training.
 _unrounded: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
 class PreciseConversion:
-    """Stands for `convert_module` of Lightning's precision plugins.
+    """Replaces `convert_module` of Lightning's precision plugins.
 
     Args:
-        plugin: whose way of casting is used.
-        keeps_statistics: whether those of normalisations stay in float32.
-        keeps_parameters: whether those stay so that transformers keeps so.
+        plugin: casts the rest of a module.
+        keeps_statistics: whether statistics of normalisations stay in float32; asked when a module is cast.
+        keeps_parameters: whether parameters stay in float32 that transformers keeps so.
     """
 
     def __init__(self, plugin: Any, keeps_statistics: Callable[[], bool], keeps_parameters: bool) -> None:
@@ -162,7 +159,7 @@ class PreciseConversion:
         self._layers: list[nn.Module] = []
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        """Cast a module but for what must stay precise."""
+        """Cast a module, except for what must stay precise."""
         dtype = HALVES[self._plugin.precision]
         tables = [_Place(owner, name, owner.get_buffer(name)) for owner, name in buffers_in_float32(module, dtype)]
         for metric in _metrics(module):  # what metrics keep as buffers, such as thresholds
@@ -170,7 +167,7 @@ class PreciseConversion:
         statistics = list(_statistics(module)) if self._keeps_statistics() else []
         rounded = list(_rounded_buffers(module, [*tables, *statistics], dtype))
         rounded += [name for name, values in cast_plain_tensors(module, dtype) if _loses(values, dtype)]
-        _warn_of_rounded(rounded, dtype)
+        self._warn_of_rounded(rounded, dtype)
         weights = self._precise_weights(module, dtype)
         with _uncast_metrics(module):
             module = type(self._plugin).convert_module(self._plugin, module)
@@ -194,15 +191,25 @@ class PreciseConversion:
             return [(each, each.detach().float()) for each in named.values()]
         if named:
             rank_zero_warn(
-                f"Trainer(precision={_precision(dtype)!r}) makes {_listed(list(named))} {_kind(dtype)} too, which "
+                f"Trainer(precision={self._plugin.precision!r}) makes {_listed(list(named))} {_kind(dtype)} too, which "
                 "transformers keeps in float32, as this strategy trains weights of one type. Losses may differ by it, "
                 "or overflow in float16. Write strategy='azureml_ddp', which keeps them in float32, or "
                 "precision='32-true'."
             )
         return []
 
+    def _warn_of_rounded(self, names: list[str], dtype: torch.dtype) -> None:
+        precision = self._plugin.precision
+        if names:
+            rank_zero_warn(
+                f"Trainer(precision={precision!r}) rounds {_listed(names)} to {_kind(dtype)}, as it casts "
+                "buffers too. Frequencies and positions are wrong by it in long sequences. Compute such a table in "
+                "float32 in forward and cast what comes out of it, or write "
+                f"precision={precision.replace('true', 'mixed')!r}, which casts no buffer."
+            )
+
     def end(self) -> None:
-        """Make layers what Lightning's own plugin leaves. Their statistics in float32 are kept for a later use."""
+        """Leave layers as Lightning's own plugin does, and keep their float32 statistics for a later training."""
         dtype = HALVES[self._plugin.precision]
         self._undo.close()
         for layer in self._layers:
@@ -212,13 +219,7 @@ class PreciseConversion:
 
 
 def keep_precise(plugin: Any, keeps_statistics: Callable[[], bool], keeps_parameters: bool) -> None:
-    """Have a precision plugin of Lightning's keep precise what must stay so. One of the user's class is left alone.
-
-    Args:
-        plugin: the Trainer's or Fabric's.
-        keeps_statistics: as of `PreciseConversion`; asked when a module is cast.
-        keeps_parameters: as of `PreciseConversion`.
-    """
+    """Give a precision plugin of Lightning's a `PreciseConversion`. One of the user's class is left alone."""
     convert = type(plugin).convert_module
     if plugin.precision in HALVES and convert.__module__.startswith("lightning."):
         plugin.convert_module = PreciseConversion(plugin, keeps_statistics, keeps_parameters)
@@ -226,13 +227,13 @@ def keep_precise(plugin: Any, keeps_statistics: Callable[[], bool], keeps_parame
 
 
 def builds_tables(plugin: Any) -> AbstractContextManager[None]:
-    """Return the context for code that builds a module for a plugin, see `float32_tables`."""
+    """Return the context in which a module is built for a plugin, see `float32_tables`."""
     precise = isinstance(vars(plugin).get("convert_module"), PreciseConversion)
     return float32_tables(HALVES[plugin.precision]) if precise else nullcontext()
 
 
 def end_precise(plugin: Any) -> None:
-    """End what a plugin has done with modules since `keep_precise`."""
+    """Undo the changes of modules that a plugin has cast since `keep_precise`."""
     conversion = vars(plugin).get("convert_module")
     if isinstance(conversion, PreciseConversion):
         conversion.end()
@@ -251,7 +252,7 @@ def _call_unless_compiled(forward: Callable[..., Any], *args: Any, **kwargs: Any
 
 @contextmanager
 def _uncast_metrics(module: nn.Module) -> Iterator[None]:
-    """Keep the states of metrics from being cast: `Metric.set_dtype` casts them where that is meant."""
+    """Keep the states of metrics from being cast in this context. `Metric.set_dtype` is there to cast them."""
     kept = [(metric, dict(vars(metric)), dict(metric._defaults)) for metric in _metrics(module)]
     yield
     for metric, attributes, defaults in kept:
@@ -281,25 +282,11 @@ def _rounded_buffers(module: nn.Module, kept: list[_Place], dtype: torch.dtype) 
                 yield f"{path}.{name}" if path else name
 
 
-def _warn_of_rounded(names: list[str], dtype: torch.dtype) -> None:
-    if names:
-        rank_zero_warn(
-            f"Trainer(precision={_precision(dtype)!r}) rounds {_listed(names)} to {_kind(dtype)}, as it casts "
-            "buffers too. Frequencies and positions are wrong by it in long sequences. Compute such a table in float32 "
-            "in forward and cast what comes out of it, or write "
-            f"precision={_precision(dtype).replace('true', 'mixed')!r}, which casts no buffer."
-        )
-
-
 def _loses(buffer: Tensor, dtype: torch.dtype) -> bool:
-    """Whether values change. A tensor that is cut over ranks or has no values is not looked at."""
+    """Whether a cast would change values. A tensor that is cut over ranks or has no values counts as exact."""
     if type(buffer) is not Tensor or buffer.is_meta or buffer.dtype not in (torch.float32, torch.float64):
         return False
     return not torch.equal(buffer.to(dtype).to(buffer.dtype), buffer)
-
-
-def _precision(dtype: torch.dtype) -> str:
-    return next(name for name, each in HALVES.items() if each is dtype)
 
 
 def _kind(dtype: torch.dtype) -> str:

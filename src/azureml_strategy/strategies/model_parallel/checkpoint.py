@@ -1,7 +1,4 @@
-"""Makes ranks agree on parameters and batches, and writes and checks their distributed checkpoints.
-
-`write_distributed` can run in a background thread, because the ranks' messages go through an `Exchange`.
-"""
+"""Gives all ranks the same parameters and batches, and writes and checks their distributed checkpoints."""
 
 from __future__ import annotations
 
@@ -51,8 +48,8 @@ _LAYOUTS = (
 def copy_from_rank_zero(module: nn.Module, device: torch.device) -> None:
     """Give every rank the parameters and buffers of rank 0, as DDP does, one tensor at a time on the device.
 
-    Otherwise each rank would contribute shards of its own initial values. Tensors on the meta device have no values
-    yet and stay as they are.
+    Otherwise the shards would come from different initial values. Tensors on the meta device have no values yet and
+    stay as they are.
     """
     for tensor in itertools.chain(module.parameters(), module.buffers()):
         if not tensor.is_meta:
@@ -65,11 +62,8 @@ def copy_batch(batch: Any, group: ProcessGroup) -> Any:
     """Return the batch with the tensors of the first rank of the group.
 
     The ranks read the same samples, but the random numbers of data-loader workers and hooks differ: Lightning seeds
-    each rank's workers by its global rank. Ranks that compute parts of one layer would mix different inputs.
-
-    Args:
-        batch: tensors on the device, nested in any way, with the same shapes on each rank.
-        group: the tensor-parallel group.
+    each rank's workers by its global rank. Ranks that compute parts of one layer would mix different inputs. The
+    tensors may be nested in any way. They are on the device, and have the same shapes on each rank.
     """
     source = dist.get_global_rank(group, 0)
 
@@ -81,7 +75,7 @@ def copy_batch(batch: Any, group: ProcessGroup) -> Any:
     return apply_to_collection(batch, Tensor, copied)
 
 
-# Types of the messages in which the ranks tell each other what they hold and what they have written.
+# Types in the ranks' messages about the shards that they have and have written.
 register(
     *(metadata.ChunkStorageMetadata, metadata.MetadataIndex, metadata.TensorProperties),
     *(planner.SavePlan, planner.WriteItem, planner.WriteItemType, planner.BytesIOWriteData),
@@ -92,7 +86,8 @@ register(
 def write_distributed(content: tuple[dict[str, Any], dict[str, Any] | None], path: Path, exchange: Exchange) -> None:
     """Write a folder as `torch.distributed.checkpoint.save` and Lightning do.
 
-    The steps, the planner and the writer are torch's. Only the messages between the ranks go through `exchange`.
+    The steps, the planner and the writer are torch's. The ranks' messages go through `exchange`, so that this can run
+    in a background thread.
 
     Args:
         content: the state with this rank's shards, and on rank 0 the rest of the checkpoint.
@@ -108,12 +103,12 @@ def write_distributed(content: tuple[dict[str, Any], dict[str, Any] | None], pat
         writer.set_up_storage_writer(leads)
         return writer.prepare_local_plan(saving.create_local_plan())
 
-    own = exchange.on_all_ranks(plan_own)
+    local_plans = exchange.on_all_ranks(plan_own)
 
     index: list[Metadata] = []  # rank 0's only
 
     def plan_all() -> list[SavePlan]:
-        plans, merged = saving.create_global_plan(own)
+        plans, merged = saving.create_global_plan(local_plans)
         index.append(merged)
         return writer.prepare_global_plan(plans)
 
@@ -129,9 +124,9 @@ def write_distributed(content: tuple[dict[str, Any], dict[str, Any] | None], pat
 
 
 def in_plain_types(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state with lists and dictionaries in the place of those of omegaconf, such as a recipe's `betas`.
+    """Return an optimizer's state with plain lists and dictionaries instead of omegaconf's, such as a recipe's `betas`.
 
-    They are equal, and a restart reads no classes from shards.
+    A restart reads no classes from shards.
     """
     if "omegaconf" not in sys.modules:
         return state
@@ -144,11 +139,7 @@ def in_plain_types(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def warn_of_unloadable(state: Mapping[str, Any]) -> None:
-    """Say once, when shards are written, that a restart will refuse to read them.
-
-    Args:
-        state: what this rank writes.
-    """
+    """Warn once, when this rank writes a state into shards, that a restart will refuse to read a value of it."""
     for place, value in find_unloadable(dict(state)):
         kind = type_name(type(value))
         _unloadable.warn(
@@ -159,7 +150,7 @@ def warn_of_unloadable(state: Mapping[str, Any]) -> None:
 
 
 def reading(weights_only: bool | None) -> AbstractContextManager[None]:
-    """While this is entered, Lightning loads sharded checkpoints without code of theirs; False trusts them."""
+    """Let Lightning load sharded checkpoints without running code of theirs, in this context; False trusts them."""
     return nullcontext() if weights_only is False else loading_shards_by(load_sharded)
 
 
@@ -168,8 +159,8 @@ def check_checkpoint(path: Path, weights: Mapping[str, torch.Size], strict: bool
 
     Args:
         path: the folder or file.
-        weights: shape of each entry of the module's state dict, unsharded.
-        strict: whether the checkpoint must hold all of them.
+        weights: the unsharded shape of each entry of the module's state dict.
+        strict: whether the checkpoint must have all entries.
         trusted: whether its index may run code.
 
     Raises:

@@ -18,11 +18,11 @@ def clip_gradient_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> T
 
     Layers of a tensor-parallel plan are spread over both axes, all others over the data-parallel axis only. A gradient
     that is not spread is a copy on each rank. Every number counts once. One all-reduce gives all ranks the same norm,
-    to the last bit. Torch reduces once per axis, so its norms may differ between ranks; copies of a parameter would
-    then differ too.
+    to the last bit. torch reduces once per axis, so its norms may differ between ranks. Then copies of a parameter
+    would differ too.
 
     Args:
-        parameters: the same parameters on all ranks; their gradients are scaled in place.
+        parameters: the same on all ranks; their gradients are scaled in place.
         max_norm: the largest 2-norm that all gradients together may have.
 
     Returns:
@@ -31,7 +31,7 @@ def clip_gradient_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> T
     groups: defaultdict[tuple[DeviceMesh | None, int], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            groups[_mesh(parameter.grad), _copies(parameter.grad)].append(parameter)
+            groups[mesh_of(parameter.grad), _copies(parameter.grad)].append(parameter)
     if not groups:
         return torch.zeros(())
     squares = torch.stack([_norm(group).square() / copies for (_, copies), group in groups.items()]).sum()
@@ -42,7 +42,8 @@ def clip_gradient_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> T
     return norm
 
 
-def _mesh(gradient: Tensor) -> DeviceMesh | None:
+def mesh_of(gradient: Tensor) -> DeviceMesh | None:
+    """Return the mesh that a gradient is spread over; None for a plain tensor."""
     return gradient.device_mesh if isinstance(gradient, DTensor) else None
 
 

@@ -1,4 +1,4 @@
-"""Private names of torch's FSDP2, where torch has no public way to ask what is gathered and what is not yet reduced."""
+"""Private names of torch's FSDP2. There is no public way to ask what is gathered, and what is not yet reduced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 def begin_as_root(module: FSDPModule) -> None:
-    """Make a module the one that ends backward passes. Otherwise the first block that is called by itself would be."""
+    """Make a module the root, which ends backward passes. Otherwise the first block called by itself would be it."""
     module._get_fsdp_state()._lazy_init()
 
 
@@ -21,7 +21,7 @@ def is_sharded(unit: FSDPModule) -> bool:
 
 
 def forms_by_layer(unit: FSDPModule) -> dict[nn.Module, list[Any]]:
-    """Return what FSDP2 keeps of each parameter of a unit, by each layer that has the parameter."""
+    """Return FSDP2's records of a unit's parameters, by each layer that has the parameter."""
     found: dict[nn.Module, list[Any]] = {}
     for each in _parameters(unit._get_fsdp_state()):
         places = each._module_info
@@ -31,13 +31,13 @@ def forms_by_layer(unit: FSDPModule) -> dict[nn.Module, list[Any]]:
 
 
 def agree_on_training(forms: Iterable[Any], agreed: dict[Any, bool]) -> None:
-    """Give a change of `requires_grad` to both forms of each parameter, the sharded and the gathered one.
+    """Apply a change of `requires_grad` to both forms of each parameter, the sharded and the gathered one.
 
-    A user changes the form that the module has just then, and an optimizer has the sharded one.
+    A user changes the form that the module has at that moment, and an optimizer has the sharded one.
 
     Args:
         forms: of `forms_by_layer`.
-        agreed: what both forms had before; is kept up to date.
+        agreed: the earlier value of both forms; is updated.
     """
     for each in forms:
         gathered, sharded = getattr(each, "_unsharded_param", None), each.sharded_param
@@ -53,15 +53,15 @@ def agree_on_training(forms: Iterable[Any], agreed: dict[Any, bool]) -> None:
 
 
 def memory_of(parameter: DTensor) -> int:
-    """Return what identifies the memory that a sharded parameter seems to have: it changes with `parameter.data`."""
+    """Return a number that identifies the memory of a sharded parameter. It changes when `parameter.data` is set."""
     return int(parameter.untyped_storage()._cdata)
 
 
 def finish_backward(units: Iterable[FSDPModule]) -> None:
     """Reduce the gradients that a backward pass has left in gathered parameters, as FSDP2 does at its end.
 
-    FSDP2 is called by the outputs of its units. Nothing calls it after a pass through layers of the whole module alone,
-    and a unit is done when its inputs have gradients, even if a part of it was also called by itself.
+    Hooks on the outputs of its units call FSDP2. So nothing calls it after a pass through layers outside of all units.
+    And for FSDP2 a unit is done when its inputs have gradients, even if a part of it was also called by itself.
     """
     for unit in units:
         state: Any = unit._get_fsdp_state()

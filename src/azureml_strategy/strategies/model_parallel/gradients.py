@@ -1,6 +1,4 @@
-"""Gradients that are spread over device meshes: what a tensor-parallel group must agree on, and hooks that look at
-them.
-"""
+"""Gradients that are spread over device meshes: sums and copies in a tensor-parallel group, norms, and lost hooks."""
 
 from __future__ import annotations
 
@@ -19,17 +17,17 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from azureml_strategy.strategies.model_parallel.clipping import local_part
+from azureml_strategy.strategies.model_parallel.clipping import local_part, mesh_of
 
 _NORMS = (Tensor.norm, torch.norm, torch.linalg.vector_norm)
 _DEFAULTS = ("fro", None)
 
 
 class SumsGradients:
-    """Hook before the forward pass of a layer that is whole on each rank, but sees this rank's heads only.
+    """Hook before the forward pass of a layer that is whole on each rank, but computes with this rank's heads only.
 
-    Each rank computes a part of the gradients. They are summed in the backward pass itself, before anything is added to
-    them, so that accumulation, several backward passes and manual optimization need no care.
+    Each rank computes a part of the gradients. They are summed in the backward pass itself, before they are added to
+    earlier ones. So accumulation, several backward passes and manual optimization work without further code.
 
     Args:
         group: the tensor-parallel group.
@@ -40,7 +38,7 @@ class SumsGradients:
         self._hooked: dict[str, Tensor] = {}
 
     def __call__(self, layer: nn.Module, inputs: object) -> None:
-        """Hook the parameters as they are in this forward pass: FSDP2 puts whole ones in the place of shards."""
+        """Hook the parameters as they are in this forward pass, where FSDP2 has put whole ones in place of shards."""
         for name, parameter in layer.named_parameters(recurse=False):
             if parameter.requires_grad and self._hooked.get(name) is not parameter:
                 parameter.register_hook(self._summed)  # type: ignore[no-untyped-call]
@@ -61,7 +59,7 @@ def copy_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> N
     """Give each rank of the group the first rank's gradients of parameters that all of them hold.
 
     The gradients differ only in their last bits, which depend on where a kernel's buffers lie in memory, or on its
-    atomic additions. But the copies of a parameter would drift apart step by step, and a checkpoint holds one of them.
+    atomic additions. But the copies of a parameter would drift apart, and a checkpoint holds only one of them.
     """
     source = dist.get_global_rank(group, 0)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -82,9 +80,9 @@ def _is_cut(parameter: nn.Parameter, axis: str) -> bool:
 class NormsOverMeshes(TorchFunctionMode):
     """While it is active, the norm of a DTensor is a plain number, and torch's clipping takes any mix of meshes.
 
-    So Lightning's `grad_norm` works, which makes a tensor of the norms, and `torch.nn.utils.clip_grad_norm_`, which
-    stacks them. Torch does neither with the DTensors of two meshes, as layers that are cut and others have, and it has
-    no largest number of a part without numbers. All ranks must take the same norms: each is a collective.
+    Lightning's `grad_norm` makes a tensor of the norms, and `torch.nn.utils.clip_grad_norm_` stacks them. torch does
+    neither with DTensors of two meshes, and cut layers have another mesh than the rest. It has no maximum of an empty
+    part either. All ranks must take the same norms: each is a collective.
     """
 
     @override
@@ -98,23 +96,19 @@ class NormsOverMeshes(TorchFunctionMode):
                 return _norm(args[0], p)
             if p is not None and func is torch._foreach_norm and any(isinstance(each, DTensor) for each in args[0]):
                 return [_norm(each, p) for each in args[0]]
-        if func is not torch._foreach_mul_ or len({_mesh(each) for each in args[0]}) <= 1:
+        if func is not torch._foreach_mul_ or len({mesh_of(each) for each in args[0]}) <= 1:
             return func(*args, **kwargs)
-        # Once for the tensors of each mesh, which are changed in place; their factor is one for all.
+        # Multiply the tensors of each mesh by themselves, in place; all have one factor.
         by_mesh: defaultdict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
         for tensor in args[0]:
-            by_mesh[_mesh(tensor)].append(tensor)
+            by_mesh[mesh_of(tensor)].append(tensor)
         for tensors in by_mesh.values():
             func(tensors, *args[1:], **kwargs)
         return None
 
 
 def warn_of_lost_hooks(module: nn.Module) -> None:
-    """Name the parameters with hooks of their own, which FSDP2 never calls: it computes with others in their place.
-
-    Args:
-        module: before it is sharded.
-    """
+    """Warn of hooks on parameters before a module is sharded: FSDP2 computes with other tensors in their place."""
     lost = [
         name for name, each in module.named_parameters() if each._backward_hooks or each._post_accumulate_grad_hooks
     ]
@@ -127,7 +121,7 @@ def warn_of_lost_hooks(module: nn.Module) -> None:
 
 
 def _order(args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
-    """Return p of a norm of all numbers; None for another kind of norm."""
+    """Return p of a norm over all numbers; None for another kind of norm."""
     given = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2))
     p = 2 if given in _DEFAULTS else given
     whole = len(args) <= 2 and kwargs.get("dim") is None and not kwargs.get("keepdim")
@@ -135,7 +129,7 @@ def _order(args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
 
 
 def _norm(tensor: Tensor, p: float) -> Tensor:
-    """Return the p-norm of a tensor that ranks have parts of, in float32 at least."""
+    """Return the p-norm of a tensor whose parts are on several ranks, in float32 at least."""
     part = local_part(tensor)
     precise = torch.promote_types(part.dtype, torch.float32)
     norm = torch.linalg.vector_norm(part, p, dtype=precise) if part.numel() else part.new_zeros((), dtype=precise)
@@ -147,7 +141,3 @@ def _norm(tensor: Tensor, p: float) -> Tensor:
             kind = dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM
             dist.all_reduce(power, kind, group=tensor.device_mesh.get_group(axis))
     return power if p == math.inf else power.pow(1 / p)
-
-
-def _mesh(tensor: Tensor) -> DeviceMesh | None:
-    return tensor.device_mesh if isinstance(tensor, DTensor) else None

@@ -1,4 +1,4 @@
-"""Plans the device mesh of a job, and defines which precisions it supports."""
+"""Plans the device mesh of a job, and adapts the precision plugins to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SUPPORTED = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 Size = int | Literal["auto"]
 
 
-class _NormOverMeshes(Precision):
+class _NormOverMeshes(Precision):  # a mix-in before Lightning's plugins
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_gradient_norm(self.main_params(optimizer), clip_val)
@@ -30,7 +30,7 @@ class _NormOverMeshes(Precision):
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         strategy: Any = module.trainer.strategy
-        strategy.finish_gradients()  # before the hook on_after_backward, which Lightning calls from here
+        strategy.finish_gradients()  # before the hook on_after_backward, which super() calls
         with NormsOverMeshes():
             return super().post_backward(tensor, module)
 
@@ -53,11 +53,7 @@ class MixedMeshPrecision(_NormOverMeshes, MixedPrecision):
 
 
 def for_meshes(plugin: Precision) -> Precision:
-    """Replace a precision plugin that Lightning made by ours; a plugin of the user's own class is kept.
-
-    Raises:
-        ConfigurationError: the precision is not supported.
-    """
+    """Replace a precision plugin of Lightning's by ours; keep one of the user's class, and refuse other precisions."""
     if plugin.precision not in SUPPORTED:
         raise ConfigurationError(
             f"Trainer(precision={plugin.precision!r}) does not work with azureml_model_parallel. Choose one of "
@@ -76,10 +72,10 @@ def for_meshes(plugin: Precision) -> Precision:
 class MeshLayout:
     """Three axes over the ranks of a job.
 
-    Rank r is at `(data, sequence, tensor)`, counted from the right. Ranks of a node are consecutive. Groups of tensor
-    and sequence parallelism communicate several times in each layer; they lie within a node if their sizes divide the
-    number of the node's processes. The data-parallel axis crosses nodes. Data and sequence ranks together share one
-    copy of the parameters.
+    Each rank has a place `(data, sequence, tensor)`, of which the last number counts fastest. Ranks of a node are
+    consecutive. Groups of tensor and sequence parallelism communicate several times in each layer; they lie within a
+    node if their sizes divide the number of the node's processes. The data-parallel axis crosses nodes. Data and
+    sequence ranks together share one copy of the parameters.
 
     Attributes:
         data_parallel_size: replicas that read different samples.
@@ -150,12 +146,12 @@ def plan_layout(
 
 
 def check_counts(size: int, counts: Mapping[str, int], axis: str = "tensor_parallel_size") -> None:
-    """Check the numbers that the size of a group must divide.
+    """Raise MeshSizeError unless the size of a group divides all numbers.
 
     Args:
         size: ranks of a group, each of which gets an equal share.
-        counts: what each number counts, such as `heads`, and the number.
-        axis: what the user calls the size.
+        counts: the numbers by what they count, such as `heads`.
+        axis: the argument that sets the size.
     """
     for name, count in counts.items():
         if count % size:

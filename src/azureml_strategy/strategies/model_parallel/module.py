@@ -1,6 +1,4 @@
-"""What a module says about how it is cut, sharded and given parts of sequences, by methods of its own or by its
-models of transformers.
-"""
+"""How a module is cut, sharded and given parts of sequences: by its own methods, or by its models of transformers."""
 
 from __future__ import annotations
 
@@ -60,10 +58,10 @@ class HasShardedBlocks(Protocol):
 
 
 def plan_of(module: nn.Module, size: int) -> Mapping[str, str]:
-    """Return the tensor-parallel plan of a module's own, or of its models of transformers.
+    """Return a module's own tensor-parallel plan, or that of its models of transformers.
 
     Args:
-        module: a LightningModule whose layers are made.
+        module: its layers are made.
         size: of the tensor-parallel group.
 
     Raises:
@@ -78,14 +76,14 @@ def plan_of(module: nn.Module, size: int) -> Mapping[str, str]:
         )
     plan: dict[str, str] = {}
     for name, model in find_models(module).items():
-        own = tensor_parallel_plan(model)
-        if not own:
+        plan_of_model = tensor_parallel_plan(model)
+        if not plan_of_model:
             raise MissingPlanError(
                 f"tensor_parallel_size={size}, but {type(model).__name__} of transformers has no tensor-parallel plan. "
                 "Write tensor_parallel_size=1, which shards it by blocks without cutting them; or give "
                 f"{type(module).__name__} a method tensor_parallel_plan()."
             )
-        plan |= {f"{name}.{layer}" if name else layer: style for layer, style in own.items()}
+        plan |= {f"{name}.{layer}" if name else layer: style for layer, style in plan_of_model.items()}
     if not plan:
         raise MissingPlanError(
             f"tensor_parallel_size={size}, but {type(module).__name__} does not say how to cut its layers. Give it a "
@@ -104,9 +102,9 @@ def counts_of(module: nn.Module) -> Mapping[str, int]:
 
 
 def sharded_blocks_of(module: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a module's own, or of its models of transformers, that are gathered one at a time.
+    """Return the blocks that are gathered one at a time: a module's own, or those of its models of transformers.
 
-    A block of a model that shares a parameter with a layer outside of it is left out.
+    A block of such a model is left out if it shares a parameter with a layer outside of it.
     """
     if isinstance(module, HasShardedBlocks):
         return list(module.sharded_blocks())
@@ -119,7 +117,7 @@ def sharded_blocks_of(module: nn.Module) -> list[nn.Module]:
 
 
 def refuse_two_checkpointings(module: nn.Module) -> None:
-    """Refuse to recompute what a model of transformers recomputes already."""
+    """Refuse activation checkpointing of blocks that a model of transformers recomputes already."""
     for model in find_models(module).values():
         if checkpoints_activations(model):
             raise ConfigurationError(
@@ -143,7 +141,7 @@ def share_sequences(module: nn.Module, group: SequenceGroup, tensor_parallel_siz
     """Make a module compute each sequence together with the other ranks of a group.
 
     Args:
-        module: a LightningModule whose layers are made. It has `cut_sequences`, or holds models of transformers.
+        module: its layers are made. It has `cut_sequences`, or holds models of transformers.
         group: ranks that get the same batches.
         tensor_parallel_size: ranks that share the heads already.
 
@@ -153,7 +151,7 @@ def share_sequences(module: nn.Module, group: SequenceGroup, tensor_parallel_siz
     Raises:
         MissingPlanError: nothing in the module can be shared.
         MeshSizeError: the heads cannot be shared equally.
-        PretrainedModelError: a model does something else with several tokens than causal attention.
+        PretrainedModelError: a model mixes tokens in another way than by causal attention.
     """
     axis = "sequence_parallel_size" if tensor_parallel_size == 1 else "tensor_parallel_size * sequence_parallel_size"
     check_counts(group.size * tensor_parallel_size, counts_of(module), axis)

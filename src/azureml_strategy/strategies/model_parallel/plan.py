@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -32,15 +32,15 @@ from azureml_strategy.strategies.model_parallel.module import (
     sharded_blocks_of,
 )
 from azureml_strategy.strategies.model_parallel.refusals import refuse_scalars
-from azureml_strategy.strategies.model_parallel.units import unique, units_of
+from azureml_strategy.strategies.model_parallel.units import units_of
 from azureml_strategy.strategies.second_derivatives import refuse_second_derivatives
 
-# All places of one parameter, each as the name of the submodule and the parameter's name in it.
+# All places of one parameter: the name of the submodule, and the parameter's name in it.
 Places = list[tuple[str, str]]
 
 # Methods of a module that Lightning calls instead of its forward.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-# How a layer is cut; the gradients of one with `sum_gradients` are summed, as each rank computes a part of them.
+# How a layer is cut. `sum_gradients` leaves it whole and sums its gradients, as each rank computes a part of them.
 STYLES = ("colwise", "colwise_gather_output", "rowwise", "sum_gradients")
 
 
@@ -75,7 +75,7 @@ def spread(
     copy_from_rank_zero(module, device)
     if plan:
         cut_tensors(module, tensor_mesh, plan)
-    blocks = unique(sharded_blocks_of(module))
+    blocks = list(dict.fromkeys(sharded_blocks_of(module)))
     if not blocks:
         rank_zero_warn(
             f"{type(module).__name__} names no blocks, so each rank gathers all its parameters for the whole step: "
@@ -100,15 +100,7 @@ def shared_parameters(module: nn.Module) -> list[Places]:
 
 
 def tie_again(module: nn.Module, shared: list[Places]) -> None:
-    """Tie parameters again after each of their places was cut separately.
-
-    Args:
-        module: holds all places.
-        shared: what `shared_parameters` returned before the cut.
-
-    Raises:
-        ConfigurationError: the places of one parameter are cut in different ways.
-    """
+    """Tie parameters of `shared_parameters` again after each place was cut separately; refuse different cuts."""
     for places in shared:
         parameters = [module.get_submodule(owner).get_parameter(name) for owner, name in places]
         if len({getattr(parameter, "placements", None) for parameter in parameters}) > 1:
@@ -127,9 +119,10 @@ def is_parallel(module: nn.Module) -> bool:
 
 
 def reshard(module: nn.Module) -> None:
-    """Put a module's parameters back into shards. A pass that did not go through the module may have left them whole.
+    """Make a module's parameters shards again.
 
-    FSDP2 keeps the root's parameters for the backward pass that follows, and an evaluation has none.
+    A pass that did not go through the module may have left them whole. So has an evaluation: FSDP2 keeps the root's
+    parameters for a backward pass.
     """
     for each in module.modules():
         if isinstance(each, FSDPModule):
@@ -139,14 +132,14 @@ def reshard(module: nn.Module) -> None:
 def checkpoint_activations(blocks: Sequence[nn.Module]) -> None:
     """Keep only the inputs of each block, and recompute the rest in the backward pass."""
     for block in blocks:
-        # FSDP's hooks wrap this forward, so that a block is gathered once for its whole backward pass
+        # FSDP2's hooks wrap this forward, so that a block is gathered once for its whole backward pass
         block.forward = functools.partial(_call_without_cache, checkpointed(block), block.forward, cache_class())
 
 
 def _call_without_cache(
     call: Callable[..., Any], forward: Callable[..., Any], kind: type | None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a block that is called again in the backward pass, which would add its tokens to a cache once more."""
+    """Call a block without its cache: the backward pass calls it again and would add its tokens once more."""
     if kind is not None and torch.is_grad_enabled():
         for each in (*args, *kwargs.values()):
             if isinstance(each, kind) and each.get_seq_length() > 0:  # type: ignore[attr-defined]
@@ -160,16 +153,13 @@ def _call_without_cache(
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, blocks: Sequence[nn.Module], precision: str) -> None:
-    """Shard each block, and the rest of the module as one more block.
+    """Shard each block over a data-parallel mesh, and the rest of the module as one more block.
 
-    Args:
-        module: a LightningModule's four steps gather the parameters outside the blocks, as its forward does.
-        mesh: the one-dimensional data-parallel mesh. With one rank there is nothing to shard, but all parameters still
-            become DTensors: torch's foreach and fused optimizers do not take DTensors beside plain tensors.
-        blocks: gathered one at a time, in the forward and the backward pass.
-        precision: as in `Trainer(precision=...)`.
+    A LightningModule's four steps gather the parameters outside the blocks, as its forward does. On a mesh of one rank
+    there is nothing to shard, but all parameters still become DTensors: torch's foreach and fused optimizers do not
+    take DTensors beside plain tensors.
     """
-    half = {"bf16-mixed": torch.bfloat16}.get(precision)
+    half = torch.bfloat16 if precision == "bf16-mixed" else None
     inside = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
     units = units_of(module, blocks)
     for unit in units:
@@ -186,12 +176,7 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, blocks: Sequence[nn.Mo
 
 
 def cut_tensors(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """Cut the layers of a plan over the ranks of a mesh, in place. Layers that shared a parameter still do.
-
-    Args:
-        module: holds the same parameters on every rank.
-        mesh: the one-dimensional tensor-parallel mesh.
-        plan: see `HasTensorParallelPlan`.
+    """Cut the layers of a plan over a tensor-parallel mesh, in place. Layers that shared a parameter still do.
 
     Raises:
         ConfigurationError: the plan does not fit the module, or the size of the mesh does not divide a matrix.
@@ -211,7 +196,7 @@ def cut_tensors(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
 
 
 def match_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Return the style of each layer that a plan names, by the layer's full name.
+    """Return the style of each layer of a plan, by the layer's full name.
 
     Raises:
         ConfigurationError: a style is unknown, or a pattern names no layer or a layer that cannot be cut.
@@ -222,7 +207,7 @@ def match_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
             raise ConfigurationError(
                 f"The tensor-parallel plan says {pattern!r}: {style!r}. Styles are {', '.join(STYLES)}."
             )
-        names = list(_matching(module, pattern))
+        names = _matching(module, pattern)
         if not names:
             raise ConfigurationError(
                 f"The tensor-parallel plan names {pattern!r}, but {type(module).__name__} has no such layer. Names are "
@@ -234,12 +219,10 @@ def match_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     return styles
 
 
-def _matching(module: nn.Module, pattern: str) -> Iterator[str]:
+def _matching(module: nn.Module, pattern: str) -> list[str]:
     wanted = pattern.split(".")
-    for name, _ in module.named_modules():
-        parts = name.split(".")
-        if len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted)):
-            yield name
+    split = {name: name.split(".") for name, _ in module.named_modules()}
+    return [name for name, parts in split.items() if len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))]
 
 
 def _check_kind(name: str, layer: nn.Module, style: str) -> None:

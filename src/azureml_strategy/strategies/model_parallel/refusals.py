@@ -1,4 +1,4 @@
-"""Refuses, before the first step, what sharded parameters cannot do, and explains torch's errors about them."""
+"""Refuses what sharded parameters cannot do, and explains torch's errors about them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _EXPLAINED = {
 
 
 def refuse_callbacks(callbacks: Iterable[Callback], tensor_parallel: bool) -> None:
-    """Refuse callbacks that put other parameters in the place of sharded ones, or compare those of two meshes."""
+    """Refuse callbacks that replace sharded parameters, or compare parameters of two meshes."""
     for callback in callbacks:
         if isinstance(callback, ModelPruning):
             raise ConfigurationError(
@@ -62,7 +62,7 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
 
 
 def refuse_copies(module: nn.Module) -> None:
-    """Let a deep copy of a sharded module end in what to do instead; torch only says that it cannot be."""
+    """Make a deep copy of a sharded module raise an error with advice; torch only says that there is none."""
 
     def refuse(_: object) -> NoReturn:
         raise ConfigurationError(
@@ -78,7 +78,7 @@ def refuse_copies(module: nn.Module) -> None:
 
 
 def refuse_scalars(module: nn.Module) -> None:
-    """Refuse parameters without a dimension to shard, by their full names."""
+    """Refuse parameters without a dimension to shard, and name them."""
     scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise ConfigurationError(
@@ -88,22 +88,14 @@ def refuse_scalars(module: nn.Module) -> None:
 
 
 class ParameterMemory:
-    """Refuses the next step after `parameter.data = ...`, which FSDP2 does not see: it trains the memory that it had.
-
-    Args:
-        module: sharded.
-    """
+    """Refuses the next step after `parameter.data = ...`, which FSDP2 does not notice: it trains the old memory."""
 
     def __init__(self, module: nn.Module) -> None:
         sharded = [(name, each) for name, each in module.named_parameters() if isinstance(each, DTensor)]
         self._before = [(name, each, memory_of(each)) for name, each in sharded]
 
     def require_same(self) -> None:
-        """Check that nobody has replaced the data of a parameter.
-
-        Raises:
-            ConfigurationError: somebody has; by the parameter's name.
-        """
+        """Raise ConfigurationError if the data of a parameter was replaced."""
         for name, parameter, memory in self._before:
             if memory_of(parameter) != memory:
                 raise ConfigurationError(
@@ -114,7 +106,7 @@ class ParameterMemory:
 
 
 def explain(error: BaseException) -> None:
-    """Add to an error of torch's about sharded parameters what to do instead."""
+    """Add advice to an error of torch's about sharded parameters."""
     for words, explanation in _EXPLAINED.items():
         if words in str(error) and explanation not in getattr(error, "__notes__", ()):
             error.add_note(explanation)

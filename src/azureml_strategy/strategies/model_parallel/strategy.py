@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,17 @@ from azureml_strategy.strategies.model_parallel.whole_values import (
 from azureml_strategy.strategies.process_group import end_subgroup
 
 
+def _sharding_again(name: str) -> Callable[..., Any]:
+    """Return a step of an evaluation, after which all parameters are shards again."""
+
+    def step(self: AzureMLModelParallelStrategy, *args: Any, **kwargs: Any) -> Any:
+        outputs = getattr(super(AzureMLModelParallelStrategy, self), name)(*args, **kwargs)
+        self._shard_again()
+        return outputs
+
+    return step
+
+
 class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, ModelParallelStrategy):
     """Parameters sharded over nodes, layers cut inside a node: `Trainer(strategy="azureml_model_parallel")`.
 
@@ -117,11 +130,10 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         self._asked_sizes = (data_parallel_size, tensor_parallel_size)
         self._sequence_parallel_size = sequence_parallel_size
         self._sequence_mesh: DeviceMesh | None = None
-        self._stop_sharing: Callable[[], None] | None = None
         self._across_nodes = tensor_parallel_across_nodes
         self._activation_checkpointing = activation_checkpointing
         self._broadcast_buffers = broadcast_buffers
-        self._restore_module: Callable[[], None] | None = None
+        self._undo = ExitStack()  # of changes to the module
         self._uncut: list[nn.Parameter] = []
         self._spread_by_itself = False
         self._gathering: Gathering | None = None
@@ -154,15 +166,13 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         keep_averages(trainer, self.precision_plugin.precision)
         if self._sequence_mesh is not None:
             group = SequenceGroup(self._sequence_mesh.get_group())
-            self._stop_sharing = share_sequences(
-                self.lightning_module, group, self.device_mesh["tensor_parallel"].size()
-            )
+            size = self.device_mesh["tensor_parallel"].size()
+            self._undo.callback(share_sequences(self.lightning_module, group, size))
         reshard(self.lightning_module)  # after a use outside of a Trainer
         warn_of_lost_hooks(self.lightning_module)
         spread_by_itself = self._spread_by_itself = is_parallel(self.lightning_module)
-        self._restore_module = mix_sharded_precision(
-            self.lightning_module, self.precision_plugin.precision, self.root_device.type
-        )
+        precision = self.precision_plugin.precision
+        self._undo.callback(mix_sharded_precision(self.lightning_module, precision, self.root_device.type))
         if not spread_by_itself:
             self._fall_back_to_data_parallel()
             self._spread_with_copies(trainer)
@@ -184,12 +194,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
 
     @override
     def teardown(self) -> None:
-        if self._restore_module is not None:
-            self._restore_module()
-            self._restore_module = None
-        if self._stop_sharing is not None:
-            self._stop_sharing()
-            self._stop_sharing = None
+        self._undo.close()
         if self._gathering is not None:
             self._gathering.remove()
             self._gathering = self._memory = None
@@ -228,10 +233,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             refuse_optimizer(optimizer)
-            if not self._spread_by_itself:  # which may have parameters of each rank's own, such as experts
-                world = dist.group.WORLD  # those of a tensor-parallel group hold the same too
-                assert world is not None
-                train_alike(optimizer, world)
+            if not self._spread_by_itself:  # such a module may have other parameters on each rank, such as experts
+                train_alike(optimizer)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -248,23 +251,9 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
             self._shard_again()
         return outputs
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = super().validation_step(*args, **kwargs)
-        self._shard_again()
-        return outputs
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = super().test_step(*args, **kwargs)
-        self._shard_again()
-        return outputs
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = super().predict_step(*args, **kwargs)
-        self._shard_again()
-        return outputs
+    validation_step = _sharding_again("validation_step")
+    test_step = _sharding_again("test_step")
+    predict_step = _sharding_again("predict_step")
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -275,13 +264,13 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        self.finish_gradients()  # a precision plugin of the user's own has not done so
+        self.finish_gradients()  # a precision plugin of the user's class has not done so
         assert self.lightning_module is not None
         if self._uncut and not accumulates(self.lightning_module.trainer):
             copy_gradients(self._uncut, self.device_mesh["tensor_parallel"].get_group())
 
     def finish_gradients(self) -> None:
-        """Reduce the gradients that are left at the end of a backward pass; again, it changes nothing."""
+        """Reduce the gradients that are left at the end of a backward pass. A second call changes nothing."""
         assert self._gathering is not None
         self._gathering.after_backward()
 
@@ -298,7 +287,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = in_plain_types(super().optimizer_state(optimizer))
-        # Use plain numbers in a single file: it is read before entries that `to_plain` moved could be put back.
+        # A single file needs plain numbers: it is read before the entries that `to_plain` moves could be put back.
         numbers = not self._save_distributed_checkpoint
         return apply_to_collection(state, np.generic, lambda number: number.item()) if numbers else state
 
@@ -309,13 +298,10 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         super().save_checkpoint(to_plain(checkpoint, self.written_apart, run_objects(self)), filepath, storage_options)
 
     def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
-        """Collect what this rank is to write.
-
-        Args:
-            checkpoint: as Lightning gives it to `save_checkpoint`.
+        """Collect this rank's part of a checkpoint that Lightning gives to `save_checkpoint`.
 
         Returns:
-            What to copy, and a function that writes the copy. None if the checkpoint is a single file.
+            The content to copy, and a function that writes the copy. None if the checkpoint is a single file.
         """
         if not self._save_distributed_checkpoint:
             return None
@@ -337,7 +323,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
             checkpoint = super().load_checkpoint(path, weights_only)
         callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(each, WeightAveraging) for each in callbacks):
-            # It takes the averages from there, and Lightning has loaded them into the module alone.
+            # The callback reads the averages there, and Lightning has loaded them into the module only.
             checkpoint.setdefault("state_dict", self.lightning_module.state_dict())
         return checkpoint
 
@@ -349,7 +335,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         """Spread the module and the copies of it that callbacks have made, as they compute with both."""
         assert self.lightning_module is not None
         copies = copies_in(trainer.callbacks, self.lightning_module)  # type: ignore[attr-defined]
-        for each in (*filter(lambda copy: not is_parallel(copy), copies), self.lightning_module):
+        for each in (*itertools.filterfalse(is_parallel, copies), self.lightning_module):
             self._uncut = spread(
                 each,
                 self.device_mesh,
@@ -364,11 +350,10 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         self._gathering.after_step()
 
     def _plan_sizes(self) -> MeshLayout:
-        """Return the sizes of the axes, checked against the job and what the module says before it is built."""
-        module, (data, tensor) = self.lightning_module, self._asked_sizes
+        """Return the sizes of the axes, checked against the job and against the module before its layers are made."""
+        module = self.lightning_module
         layout = plan_layout(
-            data,
-            tensor,
+            *self._asked_sizes,
             num_nodes=self.num_nodes,
             processes_per_node=self.num_processes,
             cuts_tensors=_may_be_cut(module),
@@ -376,16 +361,16 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
             sequence_parallel_size=self._sequence_parallel_size,
         )
         assert module is not None
-        if layout.tensor_parallel_size > 1 and not _may_be_cut(module):
-            plan_of(module, layout.tensor_parallel_size)
         if layout.tensor_parallel_size > 1:
+            if not _may_be_cut(module):
+                plan_of(module, layout.tensor_parallel_size)
             check_counts(layout.tensor_parallel_size, counts_of(module))
         return layout
 
     def _fall_back_to_data_parallel(self) -> None:
-        """Give all ranks to data parallelism, if `auto` kept ranks for a module that might spread itself and did not.
+        """Give all ranks to data parallelism, if `auto` reserved ranks for a module that might have spread itself.
 
-        What `configure_model` makes is unknown before. A model of transformers is cut only where a size asks for it.
+        The layers of `configure_model` are unknown before. A model of transformers is cut only where a size is given.
         """
         assert self.lightning_module is not None
         planned = isinstance(self.lightning_module, HasTensorParallelPlan)

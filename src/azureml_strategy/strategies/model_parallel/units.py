@@ -1,12 +1,13 @@
-"""Settles which modules FSDP2 gathers one at a time, and gathers and reduces what FSDP2 alone would not, as it knows
-only of passes through its units as a whole.
+"""Chooses the modules that FSDP2 gathers one at a time, its units; gathers and reduces where FSDP2 alone would not.
+
+FSDP2 knows only of passes through its units as a whole.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,16 +22,8 @@ from azureml_strategy.strategies.model_parallel.fsdp_internals import (
     is_sharded,
 )
 
-# The units in which a module or a parameter is found; a place in no unit counts as the whole module.
-Homes = dict[nn.Module, set[nn.Module]]
-
 # How many names a message lists.
 _SHOWN = 3
-
-
-def unique(blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the blocks in their order, each once."""
-    return list(dict.fromkeys(blocks))
 
 
 def units_of(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -39,10 +32,6 @@ def units_of(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     FSDP2 gives each parameter to one unit. So a layer that several blocks share becomes a unit of its own, and is
     gathered for each call. A parameter that several blocks share without sharing its layer can only be gathered with
     the rest of the module, and these blocks with it.
-
-    Args:
-        module: holds the blocks.
-        blocks: as the module names them.
     """
     units = set(blocks)
     while found := _shared_layers(module, units):
@@ -57,12 +46,15 @@ def units_of(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
         )
         units -= set().union(*shared.values())
     # a module has more parts than any module inside of it
-    parts = unique([*module.modules(), *blocks])
+    parts = dict.fromkeys([*module.modules(), *blocks])
     return sorted((each for each in parts if each in units), key=lambda unit: len([*unit.modules()]))
 
 
-def homes_of(module: nn.Module, units: set[nn.Module]) -> Homes:
-    """Return the innermost units in which each part of a module is found, by all the ways that lead to it."""
+def homes_of(module: nn.Module, units: set[nn.Module]) -> dict[nn.Module, set[nn.Module]]:
+    """Return the innermost units in which each part of a module is found, on all paths to it.
+
+    A part that a path finds outside of all units has the whole module as its unit.
+    """
     homes: defaultdict[nn.Module, set[nn.Module]] = defaultdict(set)
     waiting = [(module, module)]
     while waiting:
@@ -86,7 +78,7 @@ def _shared_layers(module: nn.Module, units: set[nn.Module]) -> set[nn.Module]:
 
 
 def _in_several(module: nn.Module, units: set[nn.Module]) -> dict[nn.Parameter, set[nn.Module]]:
-    """Return the parameters that are found in several units, and in which ones, without the whole module."""
+    """Return the parameters that are found in several units, with these units, but not the whole module."""
     homes: defaultdict[nn.Parameter, set[nn.Module]] = defaultdict(set)
     for each, found in homes_of(module, units).items():
         for parameter in each.parameters(recurse=False):
@@ -96,12 +88,12 @@ def _in_several(module: nn.Module, units: set[nn.Module]) -> dict[nn.Parameter, 
 
 def parts_of(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
     """List the layers of a unit that have parameters, without those of units inside of it."""
-    waiting, seen = [unit], set[nn.Module]()
+    waiting, visited = [unit], set[nn.Module]()
     while waiting:
         each = waiting.pop()
-        if each in seen or (each in units and each is not unit):
+        if each in visited or (each in units and each is not unit):
             continue
-        seen.add(each)
+        visited.add(each)
         if any(True for _ in each.parameters(recurse=False)):
             yield each
         waiting += each.children()
@@ -110,9 +102,9 @@ def parts_of(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
 class Gathering:
     """Keeps the sharded and the gathered parameters of a module right for any order of passes, toggles and steps.
 
-    - A layer that is called by itself, outside of its unit's forward, gathers the unit. In a pass that has a backward
-      pass, the unit then stays whole until the end of that: FSDP2 would free it when the unit's own pass ends, but the
-      part's pass still needs it.
+    - A layer that is called by itself, outside of its unit's forward, gathers the unit. If a backward pass follows, the
+      unit stays whole until the end of that: FSDP2 would free it at the end of the unit's own backward pass, although
+      the layer's still needs it.
     - `requires_grad` of the parameters that are whole for all of a step can be changed within the step, as a generator
       and a critic toggle each other's.
     - Gradients that FSDP2 does not know of are reduced at the end of a backward pass.
@@ -124,16 +116,11 @@ class Gathering:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._units: dict[nn.Module, FSDPModule] = {
-            each: each for each in module.modules() if isinstance(each, FSDPModule)
-        }
-        # in the order in which they were first needed, which all ranks share
-        self._whole_in_backward: dict[nn.Module, FSDPModule] = {}
+        self._units: list[Any] = [each for each in module.modules() if isinstance(each, FSDPModule)]
+        # in the order in which they were first needed, which is the same on all ranks
+        self._whole_in_backward: list[Any] = [module] if isinstance(module, FSDPModule) else []
         self._agreed: dict[Any, bool] = {}
-        self._forms: dict[nn.Module, list[Any]] = {}
-        if isinstance(module, FSDPModule):
-            self._whole_in_backward[module] = module
-            self._forms = forms_by_layer(module)
+        self._forms = forms_by_layer(module) if isinstance(module, FSDPModule) else {}
         self.agree()
         self._hooks = [
             layer.register_forward_pre_hook(functools.partial(self._gather, unit), prepend=True)
@@ -143,22 +130,22 @@ class Gathering:
         ]
 
     def before_backward(self) -> None:
-        """Gather again what an earlier backward pass has freed and this one needs: FSDP2 knows only of whole units."""
-        for unit in self._whole_in_backward.values():
+        """Gather units again that an earlier backward pass has freed and this one needs."""
+        for unit in self._whole_in_backward:
             if is_sharded(unit):
                 unit.unshard()
 
     def after_backward(self) -> None:
-        """Reduce the gradients that are left, and free what was kept whole."""
-        finish_backward(self._units.values())
+        """Reduce the gradients that are left, and free the units that were kept whole."""
+        finish_backward(self._units)
         self.agree()
-        for unit in self._whole_in_backward.values():
+        for unit in self._whole_in_backward:
             unit.reshard()
 
     def after_step(self) -> None:
         """Make all parameters shards again."""
         self.agree()
-        for unit in self._units.values():
+        for unit in self._units:
             unit.reshard()
 
     def agree(self) -> None:
@@ -171,12 +158,11 @@ class Gathering:
         for hook in self._hooks:
             hook.remove()
 
-    def _gather(self, of: nn.Module, layer: nn.Module, inputs: object) -> None:
+    def _gather(self, unit: Any, layer: nn.Module, inputs: object) -> None:
         if torch.compiler.is_compiling():
             return
         if layer in self._forms:
             agree_on_training(self._forms[layer], self._agreed)
-        unit = self._units[of]
         if not is_sharded(unit):
             return
         unit.unshard()
@@ -187,7 +173,7 @@ class Gathering:
                 unit.reshard()
 
             handle = layer.register_forward_hook(reshard)
-        elif of not in self._whole_in_backward:
-            self._whole_in_backward[of] = unit
+        elif unit not in self._whole_in_backward:
+            self._whole_in_backward.append(unit)
             unit.set_reshard_after_forward(False, recurse=False)
             unit.set_reshard_after_backward(False, recurse=False)

@@ -1,4 +1,4 @@
-"""Takes whole tensors where a module has shards: dictionaries of weights, copies in callbacks, layers added later."""
+"""Whole tensors beside shards: dictionaries of weights, copies in callbacks, layers that are added later."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
@@ -18,9 +17,9 @@ from azureml_strategy.strategies.errors import ConfigurationError
 
 
 def take_whole_dictionaries(module: nn.Module) -> None:
-    """Let `load_state_dict` take a dictionary of whole tensors, of a file or another module, as on one process.
+    """Let `load_state_dict` accept whole tensors, from a file or another module, as on one process.
 
-    Each rank takes its part of what it was given, without messages between the ranks.
+    Each rank takes its part of them, without messages between the ranks.
     """
     for each in module.modules():
         if any(isinstance(parameter, DTensor) for parameter in each.parameters(recurse=False)):
@@ -39,50 +38,41 @@ def _shard_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
 
 
 def gather_apart(checkpoint: dict[str, Any], written_by_shards: Iterable[str]) -> dict[str, Any]:
-    """Return a checkpoint in which what rank 0 writes alone is whole. Every rank must call this.
+    """Return a checkpoint in which the entries that rank 0 writes alone are whole. Every rank must call this.
 
-    Averages of weights that a callback keeps are shards, of which rank 0 would write its own.
-
-    Args:
-        checkpoint: as Lightning gives it to `save_checkpoint`.
-        written_by_shards: the entries to which each rank writes its part.
+    A callback's averages of weights are shards, for example, and rank 0 would write only its own. Each rank writes its
+    part of the entries `written_by_shards`.
     """
     shards = {name: checkpoint[name] for name in written_by_shards if name in checkpoint}
     rest = {name: value for name, value in checkpoint.items() if name not in shards}
-    return {
-        **apply_to_collection(rest, DTensor, lambda tensor: tensor.full_tensor().cpu(), allow_frozen=True),
-        **shards,
-    }
+    whole = apply_to_collection(rest, DTensor, lambda tensor: tensor.full_tensor().cpu(), allow_frozen=True)
+    return {**whole, **shards}
 
 
 def copies_in(callbacks: Iterable[Callback], module: LightningModule) -> list[LightningModule]:
-    """List the copies of a module that callbacks have made in `setup`, as those that average weights do."""
+    """List the copies of a module that callbacks have made in `setup`, as callbacks that average weights do."""
     held = (value for callback in callbacks for value in vars(callback).values() if isinstance(value, nn.Module))
     copies = (each for value in held for each in value.modules() if type(each) is type(module) and each is not module)
     return list(dict.fromkeys(copies))
 
 
-def train_alike(optimizer: Optimizer, group: ProcessGroup) -> None:
-    """Keep parameters of an optimizer that are not sharded equal on all ranks, those of later groups too.
+def train_alike(optimizer: Optimizer) -> None:
+    """Keep those parameters of an optimizer that are not sharded equal on all ranks, also parameters of later groups.
 
     FSDP2 does not know of a layer that is made after the start, or outside of the module. Each rank gets the first
     rank's values, and the mean of the gradients of all.
 
-    Args:
-        optimizer: of the module.
-        group: the ranks.
-
     Raises:
-        ConfigurationError: a group holds sharded and other parameters, for which torch's optimizers have no step.
+        ConfigurationError: a parameter group holds sharded and other parameters, which torch's optimizers cannot step.
     """
 
     def share(parameter: nn.Parameter) -> None:
-        dist.broadcast(parameter.detach(), dist.get_global_rank(group, 0), group=group)
+        dist.broadcast(parameter.detach(), 0)
         parameter.register_hook(mean)  # type: ignore[no-untyped-call]
 
     def mean(gradient: Tensor) -> Tensor:
-        total = gradient / group.size()
-        dist.all_reduce(total, group=group)
+        total = gradient / dist.get_world_size()
+        dist.all_reduce(total)
         return total
 
     for_each_parameter(optimizer, _unsharded, share)
