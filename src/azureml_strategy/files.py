@@ -37,14 +37,10 @@ def is_one_line(text: str) -> bool:
 
 
 def name_within(folder: Path, name: object) -> Path:
-    """Join a name that a file gives with the folder that the file is about.
-
-    Args:
-        folder: the name may not lead out of it.
-        name: a relative path, with `/`.
+    """Join a name that a file gives, a relative path with `/`, with the folder that the file is about.
 
     Raises:
-        OutsideError: it is absolute, goes upwards, is too long, or no printable text.
+        OutsideError: the name is absolute, goes upwards, is too long, or no printable text.
     """
     if not isinstance(name, str) or not all(map(is_component, name.split("/"))):
         raise OutsideError(f"{name!r:.100} is no path of a file inside of {folder}")
@@ -55,10 +51,7 @@ def name_within(folder: Path, name: object) -> Path:
 
 
 def private_folder(folder: Path) -> Path:
-    """Make a folder that only this user can write to, below one where others may have made it before.
-
-    Returns:
-        The folder.
+    """Make a folder that only this user can write to, where others may have made it before, and return it.
 
     Raises:
         OutsideError: there is a link or a file in its place, or others may write to it.
@@ -88,15 +81,9 @@ class ShortReadError(OSError):
 
 
 def read_range(file: int, length: int, offset: int) -> bytes:
-    """Read a part of a file in as many reads as it takes. The position of the file stays as it is.
+    """Read some bytes of an open file from a byte on, in as many reads as it takes; fewer only where the file ends.
 
-    Args:
-        file: descriptor of the open file.
-        length: bytes of the part.
-        offset: where it begins, bytes.
-
-    Returns:
-        `length` bytes; fewer only where the file ends within the part.
+    The position of the file stays as it is.
 
     Raises:
         ShortReadError: the file does not end there, and gives no more.

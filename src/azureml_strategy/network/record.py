@@ -20,32 +20,20 @@ _SLOWEST_FIRST = ("unknown", "socket", "ofi", "roce", "ib", "p2p-only")
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """One node's part of the record, as it is sent to rank 0.
-
-    Attributes:
-        usable_hcas: InfiniBand ports that NCCL can use, according to sysfs.
-        settings: the fields of each `Setting` that the plan made.
-        kept: the same for each setting that was already there.
-        findings: the fields of each `Finding`.
-        kind: kind of the transport; `unknown` if no log shows it, as with gloo.
-        gpudirect: whether GPUDirect RDMA is used; None if the log cannot show it.
-        hcas: adapters in use, according to NCCL's log.
-        summary: the transport in words.
-        errors: the fields of each `LogError` from NCCL's log: failures and suspicious conditions.
-    """
+    """One node's part of the record, as it is sent to rank 0. Lists of dictionaries have the fields of dataclasses."""
 
     node_rank: int
     host: str
     vm_size: str | None
-    usable_hcas: list[str]
-    settings: list[dict[str, Any]]
-    kept: list[dict[str, Any]]
-    findings: list[dict[str, Any]]
-    kind: str
-    gpudirect: bool | None
-    hcas: list[str]
-    summary: str
-    errors: list[dict[str, Any]]
+    usable_hcas: list[str]  # InfiniBand ports that NCCL can use, according to sysfs
+    settings: list[dict[str, Any]]  # each `Setting` that the plan made
+    kept: list[dict[str, Any]]  # each `Setting` that was already there
+    findings: list[dict[str, Any]]  # each `Finding`
+    kind: str  # of the transport; `unknown` if no log shows it, as with gloo
+    gpudirect: bool | None  # whether GPUDirect RDMA is used; None if the log cannot show it
+    hcas: list[str]  # adapters in use, according to NCCL's log
+    summary: str  # the transport in words
+    errors: list[dict[str, Any]]  # each `LogError` from NCCL's log: failures and suspicious conditions
 
     def to_json(self) -> str:
         """Serialize the record."""

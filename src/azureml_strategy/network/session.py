@@ -33,20 +33,14 @@ _RECORD_TIMEOUT = timedelta(seconds=30)
 
 @dataclass(frozen=True)
 class NetworkSession:
-    """One process's part in setting up and proving the network. `prepare_network` creates it.
-
-    Attributes:
-        plan: the settings of this node, already applied.
-        store: the rendezvous store.
-        require_infiniband: whether a fallback from InfiniBand stops the run.
-    """
+    """One process's part in setting up and proving the network. `prepare_network` creates it."""
 
     launch: Launch
     backend: str
     node: Node
-    plan: NetworkPlan
-    store: Store
-    require_infiniband: bool
+    plan: NetworkPlan  # already applied
+    store: Store  # of the rendezvous
+    require_infiniband: bool  # whether a fallback from InfiniBand stops the run
 
     def observe(self) -> RunNetwork | None:
         """Read back what carried the first collective. Every process must call this after that collective.

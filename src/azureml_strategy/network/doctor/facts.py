@@ -17,24 +17,16 @@ from azureml_strategy.network.node import Node, read_node
 
 @dataclass(frozen=True)
 class Facts:
-    """The machine, the job and the software.
+    """The machine, the job and the software."""
 
-    Attributes:
-        root: the folder that holds `sys`, `proc`, `dev` and the rest.
-        launch: this process's place in the job; None if no launcher determines it or its variables cannot be trusted.
-        launch_error: why the launcher's variables give no launch; None if they give one, or there is none.
-        plan: the settings that our strategies would make.
-        versions: version of each package; None if it is not installed.
-    """
-
-    root: Path
+    root: Path  # the folder that holds `sys`, `proc`, `dev` and the rest
     environ: Mapping[str, str]
-    launch: Launch | None
-    launch_error: LaunchError | None
+    launch: Launch | None  # None if no launcher determines it or its variables cannot be trusted
+    launch_error: LaunchError | None  # why the launcher's variables give no launch
     job: Job | None
     node: Node
-    plan: NetworkPlan
-    versions: Mapping[str, str | None]
+    plan: NetworkPlan  # the settings that our strategies would make
+    versions: Mapping[str, str | None]  # None for a package that is not installed
 
     @property
     def num_nodes(self) -> int:

@@ -63,18 +63,12 @@ def fastest(kinds: Iterable[Kind]) -> Kind:
 
 
 class Devices:
-    """Devices by name and by the index that channel lines use.
-
-    Attributes:
-        links: link layer of each device: `IB`, `RoCE`, or None if no line shows it.
-        sharp: whether a device reports that its fabric aggregates (SHARP).
-        gids: whether an error showed GIDs, which NCCL prints for Ethernet links only.
-    """
+    """Devices by name and by the index that channel lines use."""
 
     def __init__(self) -> None:
-        self.links: dict[str, str | None] = {}
-        self.sharp = False
-        self.gids = False
+        self.links: dict[str, str | None] = {}  # link layer of each: `IB`, `RoCE`, or None if no line shows it
+        self.sharp = False  # whether a device reports that its fabric aggregates (SHARP)
+        self.gids = False  # whether an error showed GIDs, which NCCL prints for Ethernet links only
         self._by_index: dict[tuple[str | None, int], set[str]] = {}
 
     def add_list(self, host: str | None, text: str) -> bool:
