@@ -27,6 +27,7 @@ from azureml_strategy.huggingface.record import (
     files_beside,
     model_of_source,
 )
+from azureml_strategy.huggingface.sources import SHOWN
 from azureml_strategy.huggingface.transformers_internals import (
     KEYS_OF_CODE,
     buffers_in_float32,
@@ -40,9 +41,6 @@ from azureml_strategy.huggingface.transformers_internals import (
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
-
-# How many names a message lists.
-_SHOWN = 3
 
 # Written as it was recorded: transformers refuses to write settings that contradict each other, as those of some models
 # on the hub do, and reads them all the same.
@@ -187,7 +185,7 @@ def _assign(
         odd = [*(f"no {name}" for name in missing), *(f"an unknown {name}" for name in unexpected)]
         raise CheckpointFormatError(
             f"{checkpoint} does not hold a {type(model).__name__} under the name {prefix or '(the module itself)'}: "
-            f"there is {', '.join(odd[:_SHOWN])} ({len(missing)} missing, {len(unexpected)} unknown). Give --model the "
+            f"there is {', '.join(odd[:SHOWN])} ({len(missing)} missing, {len(unexpected)} unknown). Give --model the "
             "folder of the model that was trained."
         )
     for each in find_models(model).values():

@@ -24,7 +24,7 @@ from azureml_strategy.control.gather import on_rank_zero
 from azureml_strategy.control.store import StepError
 from azureml_strategy.files import read_range
 from azureml_strategy.huggingface import transformers_internals as internals
-from azureml_strategy.huggingface.sources import PretrainedModelError, Source, find_source
+from azureml_strategy.huggingface.sources import SHOWN, PretrainedModelError, Source, find_source
 from azureml_strategy.huggingface.transformers_internals import torch_type
 from azureml_strategy.huggingface.zero_loading import load_under_zero_3
 
@@ -36,8 +36,6 @@ Way = Literal["whole", "broadcast", "in_parts", "zero_3"]
 _SOURCE, _SKETCH = "pretrained_source", "_pretrained_sketch"
 # The precisions of a Trainer with weights of another type than float32.
 _TYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
-# How many names an error message lists.
-_SHOWN = 3
 
 
 class FileSlice:
@@ -304,7 +302,7 @@ def refuse_lost_values(module: nn.Module) -> None:
     lost = [name for name, tensor in module.named_parameters() if tensor.is_meta and id(tensor) not in known]
     if sketches and lost:
         raise PretrainedModelError(
-            f"{', '.join(lost[:_SHOWN])} ({len(lost)} parameters) have no values: they were made or changed from "
+            f"{', '.join(lost[:SHOWN])} ({len(lost)} parameters) have no values: they were made or changed from "
             "weights that are still in files. Do that before: save the changed model with save_pretrained() in one "
             "process, and load that folder; or use strategy='azureml_ddp', which reads the weights at once."
         )
@@ -336,7 +334,7 @@ def _sketched(cls: Any, config: Any, files: list[Path], dtype: torch.dtype, sour
         )
     if unset:
         raise PretrainedModelError(
-            f"{', '.join(unset[:_SHOWN])} ({len(unset)} tensors) would be random memory: {source.name} does not have "
+            f"{', '.join(unset[:SHOWN])} ({len(unset)} tensors) would be random memory: {source.name} does not have "
             f"them, and {cls.__name__}._init_weights does not set them. Set them there, or save a model with them by "
             "save_pretrained() and load that folder."
         )

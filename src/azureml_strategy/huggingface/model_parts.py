@@ -110,8 +110,8 @@ class PartRunner:
         numbers = range(len(states) - 1)
         blocks = cast(nn.ModuleList, self._base.get_submodule(self._blocks))
         calls: list[Any] = []
-        recording = {each: _replaced(blocks[each], _RecordedForward(calls, states[each + 1])) for each in numbers}
-        tokens = {self._tokens: _replaced(nn.Identity(), _RecordedForward([], states[0]))}
+        recording = {each: _replaced(blocks[each], _recording(calls, states[each + 1])) for each in numbers}
+        tokens = {self._tokens: _replaced(nn.Identity(), _recording([], states[0]))}
         with torch.no_grad():
             last = self._states(self._partial_model(tokens, recording, _WINDOW), inputs, embedded=False)
             of_whole, start = list(calls), self._states(self._partial_model(tokens, {}), inputs, embedded=False)
@@ -149,15 +149,14 @@ class _Zero(nn.Module):
         return torch.zeros(())  # without dimensions, so it changes neither dtype nor shape
 
 
-class _RecordedForward:
-    """A forward that records its arguments and always returns the same."""
+def _recording(calls: list[Any], states: Tensor) -> Callable[..., Tensor]:
+    """Return a forward that records its arguments and always returns the same."""
 
-    def __init__(self, calls: list[Any], states: Tensor) -> None:
-        self._calls, self._states = calls, states
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append((args, kwargs))
+        return states
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        self._calls.append((args, kwargs))
-        return self._states
+    return forward
 
 
 def _groups(

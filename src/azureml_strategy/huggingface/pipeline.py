@@ -236,8 +236,9 @@ def _only_model(module: nn.Module, recomputing: bool) -> tuple[str, PreTrainedMo
             "cuts one. Keep the others outside of the module, or use azureml_model_parallel or azureml_ddp."
         )
     ((name, model),) = models.items()
-    for words in _refusals(module, name, model, recomputing):
-        raise UnfitModelError(f"{type(model).__name__} {words}")
+    refusal = next(_refusals(module, name, model, recomputing), None)
+    if refusal is not None:
+        raise UnfitModelError(f"{type(model).__name__} {refusal}")
     return name, model
 
 
@@ -285,8 +286,7 @@ def _ties(tied: Mapping[str, str], layers: Iterable[str]) -> dict[str, tuple[str
     """Return key and name of the shared parameter of each layer that has one."""
     places = [(key, name) for one, key in tied.items() for name in (one, key)]
     owned = {(layer, key, name) for layer in layers for key, name in places if name.startswith(f"{layer}.")}
-    between = [(layer, key, name) for layer, key, name in owned if not key.startswith(f"{layer}.")]
-    keys = {key for _, key, _ in between}
+    keys = {key for layer, key, _ in owned if not key.startswith(f"{layer}.")}  # of ties between layers
     shared = sorted((layer, key, name) for layer, key, name in owned if key in keys)
     several = [layer for layer, _, _ in shared]
     for layer in several:

@@ -15,8 +15,8 @@ _REGISTERED = "azureml:"
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 # What a training needs of a model on the hub: no weights in other formats, no pictures.
 _WANTED = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
-# How many names an error message lists.
-_SHOWN = 3
+SHOWN = 3
+"""How many names an error message lists."""
 
 
 class PretrainedModelError(MisconfigurationException, ValueError):
@@ -46,7 +46,7 @@ class Source:
         index = self.folder / _INDEX
         if not index.is_file():
             if not (self.folder / _WHOLE).is_file():
-                others = sorted(file.name for file in self.folder.glob("*.bin"))[:_SHOWN]
+                others = sorted(file.name for file in self.folder.glob("*.bin"))[:SHOWN]
                 found = f"it holds {', '.join(others)}" if others else "it holds no weights that are known here"
                 raise PretrainedModelError(
                     f"{self.name} has no {_WHOLE}: {found}. Only safetensors can be read in parts. Convert it once, in "
@@ -64,7 +64,7 @@ class Source:
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise PretrainedModelError(
-                f"{self.name} is incomplete: {_INDEX} names {', '.join(missing[:_SHOWN])}, which is not in "
+                f"{self.name} is incomplete: {_INDEX} names {', '.join(missing[:SHOWN])}, which is not in "
                 f"{self.folder}. Copy or download the model again."
             )
         return files
@@ -89,7 +89,7 @@ def find_source(name: str | os.PathLike[str], revision: str | None = None) -> So
         return Source(text, None, _download_registered(text))
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            found = ", ".join(sorted(file.name for file in folder.iterdir())[:_SHOWN]) or "nothing"
+            found = ", ".join(sorted(file.name for file in folder.iterdir())[:SHOWN]) or "nothing"
             raise PretrainedModelError(
                 f"{folder} is no model of transformers: it holds {found}, but no config.json. Name the folder that "
                 "save_pretrained() wrote."

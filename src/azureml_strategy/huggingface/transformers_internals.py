@@ -1,8 +1,7 @@
-"""Every name of transformers and peft that may move, once: model class, plans, loader and switches.
+"""The private names of transformers and peft that this package uses, and functions for all that needs them.
 
-The rest of the package asks here. `tests/test_internals.py` checks each name on the oldest and the newest transformers
-that pyproject.toml allows. Nothing is imported before it is needed: a module can only hold a model of transformers
-after the user's code has imported it.
+`tests/test_internals.py` checks each name on the oldest and the newest transformers that pyproject.toml allows. Nothing
+is imported before it is needed: a module can only hold a model of transformers after the user's code has imported it.
 """
 
 from __future__ import annotations
@@ -65,12 +64,12 @@ INTERNALS: dict[str, dict[str, str]] = {
         "get_model_conversion_mapping": "names and layouts of weights in files of other versions",
     },
 }
-# The module with the class of all models. It is imported by the time that anyone builds one.
+# The module with the base class of all models. It is imported before anyone can build one.
 MODELS = "transformers.modeling_utils"
-# The functions there that build a model or read its weights, and ask whether DeepSpeed cuts it.
+# The functions there that read a model's weights, and those that build one and ask whether DeepSpeed cuts it.
 _READERS = {"from_pretrained", "_load_pretrained_model"}
 _BUILDERS = {*_READERS, "_from_config"}
-# Each style of transformers' tensor-parallel plans that ours do as well, and its name here.
+# The styles of transformers' tensor-parallel plans that ours have as well, and their names here.
 _STYLES = {
     "colwise": "colwise",
     "rowwise": "rowwise",
@@ -153,25 +152,19 @@ def adapters_around(module: nn.Module, model: PreTrainedModel) -> list[nn.Module
 
 
 def buffers_in_float32(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the buffers that transformers keeps in float32 when it makes its models in a module in 16 bits.
+    """Yield the buffers that transformers keeps in float32 in models of 16 bits, as owner and name in it.
 
-    A model tells by a twin without memory. So a table that a model's code multiplies with its weights is not among
-    them: transformers makes that one in 16 bits. Code of a model that is from the hub is never run for it.
-
-    Args:
-        module: that holds models.
-        dtype: of their weights.
-
-    Yields:
-        The module that has the buffer, and its name there.
+    A twin of each model is made on the meta device with weights of `dtype`, to see the types of its buffers. A table
+    that a model's code multiplies with its weights is not yielded: transformers makes that one in 16 bits. No code of a
+    model that is from the hub is run for it.
     """
-    told: set[Tensor] = set()
+    seen: set[Tensor] = set()
     for model in filter(is_pretrained_model, module.modules()):
-        own = {name: each for name, each in model.named_buffers() if each.dtype == torch.float32 and each not in told}
+        own = {name: each for name, each in model.named_buffers() if each.dtype == torch.float32 and each not in seen}
         twins = _buffers_of_twin(model, dtype) if own else {}
         plan = _plan_in_float32(model, dtype)
         for name in filter(twins.__contains__, own):
-            told.add(own[name])
+            seen.add(own[name])
             if twins[name].dtype == torch.float32 or (plan and plan.search(name)):
                 owner, _, attribute = name.rpartition(".")
                 yield model.get_submodule(owner), attribute
@@ -200,13 +193,13 @@ def expects_float32_by_default(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _plan_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Return what transformers searches the names of tensors for, to keep those in float32."""
+    """Return the pattern by which transformers finds the names of tensors that stay in float32; None without any."""
     names = [name for name, kept in model._get_dtype_plan(dtype).items() if kept == torch.float32]
     return re.compile("|".join(name.replace("*", ".*") for name in names)) if names else None
 
 
 def _buffers_of_twin(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the buffers of a model as transformers would make it in another type; none if it cannot tell.
+    """Return the buffers of a model as transformers would make it in another type; none if it cannot be made.
 
     Nothing is downloaded: attention functions and experts that are from the hub are replaced by transformers' own.
     """
@@ -232,9 +225,9 @@ def _library_kind(model: PreTrainedModel) -> type | None:
 
 @contextmanager
 def float32_by_default() -> Iterator[None]:
-    """Have torch make float32 where code names no type, as transformers' code expects it.
+    """Let torch make float32 where code names no type, as transformers' code expects it.
 
-    Lightning has torch make 16 bits under `bf16-true` and `16-true`, and a table that is computed so is wrong.
+    Under `bf16-true` and `16-true`, Lightning lets torch make 16 bits. A table that is computed in these is wrong.
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
@@ -258,7 +251,7 @@ def is_tokenizer(value: object) -> bool:
 
 
 def cache_class() -> type | None:
-    """Return the class of what keeps the keys and values of earlier tokens; None if transformers is not imported."""
+    """Return the class of caches of keys and values of earlier tokens; None if transformers is not imported."""
     caches = sys.modules.get("transformers.cache_utils")
     return None if caches is None else cast(type, caches.Cache)
 
@@ -274,8 +267,8 @@ def library_class(model: PreTrainedModel) -> str:
 def loaded_by_from_pretrained(model: PreTrainedModel) -> bool:
     """Whether `from_pretrained` has read a model's weights, so that they can be read again.
 
-    A model that is made from a configuration may bear the name of the folder that its configuration is from. Loading
-    leaves the conversions of names that it used; under ZeRO-3 it has a way of its own, which leaves nothing.
+    The name of a folder does not prove it: a model that is made from a configuration may have that of its
+    configuration. Loading leaves the conversions of names that it used, except under ZeRO-3.
     """
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
@@ -284,12 +277,12 @@ def loaded_by_from_pretrained(model: PreTrainedModel) -> bool:
 
 
 def mark_loaded(parameter: Tensor) -> None:
-    """Let transformers take a parameter's values for those of the files."""
+    """Mark a parameter as read from files, so that transformers keeps its values."""
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def is_loaded(parameter: nn.Parameter) -> bool:
-    """Whether `from_pretrained` has read a parameter, and not made up its values as those of a new head."""
+    """Whether `from_pretrained` has read a parameter from files, and not initialised it, as that of a new head."""
     return bool(getattr(parameter, "_is_hf_initialized", False))
 
 
@@ -308,9 +301,9 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Return how the model's own plan cuts its layers, by their names in it, in the words of our styles.
+    """Return how the model's own plan cuts its layers: our style for each name; empty if there is no plan.
 
-    A style that is not known here keeps transformers' word, for an error that names it. Empty if there is no plan.
+    A style that is not known here keeps transformers' name, for an error that names it.
     """
     plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     return {name: _STYLES.get(style, style) for name, style in plan.items()}
@@ -348,7 +341,7 @@ def register_attention(name: str, attention: Callable[..., Any], mask: Callable[
 
 
 def has_registered_attention(model: PreTrainedModel) -> bool:
-    """Whether a model calls an attention function from the registry, where others can be put in its place."""
+    """Whether a model calls an attention function from the registry, where it can be replaced by another."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -390,18 +383,12 @@ def checkpoints_activations(model: PreTrainedModel) -> bool:
 def sketch(
     cls: Any, config: Any, files: list[Path], dtype: torch.dtype
 ) -> tuple[Any, list[str], list[tuple[str, torch.Size, torch.Size]], list[str]]:
-    """Make a model whose weights have no values yet. Only the files' headers are read.
-
-    Args:
-        cls: its class.
-        config: its configuration.
-        files: safetensors with its weights.
-        dtype: of the weights.
+    """Make a model whose weights have no values yet. Only the headers of its safetensors files are read.
 
     Returns:
-        The model, whose other parameters and buffers have their initial values; the names of those that the files
-        have; name, shape in the files and shape in the model of each that does not fit; and the names of those that
-        have no values at all, as neither a file has them nor the model's code sets them.
+        The model, in which what the files lack has its initial values; the names of the tensors that the files have;
+        name, shape in the files and shape in the model of each that does not fit; and the names of those that have no
+        values at all, as neither a file has them nor the model's code sets them.
     """
     from safetensors import safe_open
 
@@ -445,7 +432,7 @@ def read_parts(
         device: where the tensors go.
 
     Returns:
-        The tensors that the files have, by their names in the model.
+        Those of the wanted tensors that the files have.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import LoadStateDictConfig
@@ -467,11 +454,7 @@ def read_parts(
 
 
 def _initialize_rest(model: PreTrainedModel, in_files: set[str]) -> list[str]:
-    """Give initial values to what no file has: new heads, and buffers that are computed.
-
-    Returns:
-        The names of those that the code of no model has set.
-    """
+    """Give initial values to what no file has, such as new heads; return the names of those that no code has set."""
     made: dict[str, Tensor] = {}
     for owner, module in model.named_modules():
         for name, tensor in {**module._parameters, **module._buffers}.items():
@@ -482,12 +465,12 @@ def _initialize_rest(model: PreTrainedModel, in_files: set[str]) -> list[str]:
                 made[path] = getattr(module, name)
     with torch.no_grad():
         _initialize(model, model, set(map(id, made.values())))
-    # which may have put other tensors there
+    # It may have replaced the tensors.
     return [path for path in made if _is_unset(attrgetter(path)(model))]
 
 
 def _initialize(module: nn.Module, model: PreTrainedModel, made: set[int]) -> None:
-    """Run each model's own code on its layers that hold something of `made`, those inside before those around."""
+    """Run each model's own initialisation on its layers that hold something of `made`, inner layers first."""
     for child in module.children():
         _initialize(child, child if is_pretrained_model(child) else model, made)
     if any(id(each) in made for each in (*module.parameters(), *module.buffers())):
@@ -495,7 +478,7 @@ def _initialize(module: nn.Module, model: PreTrainedModel, made: set[int]) -> No
 
 
 def _unset(dtype: torch.dtype) -> float | int:
-    """A value that no code sets, to be found if it is still there."""
+    """A value that no code sets: a tensor that still has it was not initialised."""
     if dtype.is_floating_point or dtype.is_complex:
         return math.nan
     return 0 if dtype is torch.bool else torch.iinfo(dtype).min
@@ -524,18 +507,15 @@ def _without_progress() -> Iterator[None]:
 
 
 def declare_zero_3(config: dict[str, Any], cuts: Callable[[], bool]) -> object:
-    """Tell transformers that DeepSpeed cuts parameters: `from_pretrained` and others gather for themselves then.
+    """Tell transformers that DeepSpeed cuts parameters, for as long as the returned object lives.
 
-    A training goes on after its model is built. `generate` and some models' forwards still have to know of it then, so
-    that all ranks take the same number of steps. But a model that the user builds meanwhile, such as a teacher, is no
-    part of what DeepSpeed trains, and nobody would gather its parameters: it is built whole.
+    `from_pretrained` and others then gather parameters where they need them, and `generate` and some models' forwards
+    let all ranks take the same number of steps. But a model that the user builds during the training, such as a
+    teacher, is no part of what DeepSpeed trains, and nobody would gather its parameters: it is built whole.
 
     Args:
         config: DeepSpeed's configuration, with stage 3.
         cuts: whether a model that is built now is cut.
-
-    Returns:
-        An object. It is so for as long as the object lives.
     """
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
@@ -563,7 +543,7 @@ def _is_inside(functions: set[str]) -> bool:
 
 @contextmanager
 def whole_models() -> Iterator[None]:
-    """Let transformers build whole models, whatever configuration of ZeRO-3 is alive in this process."""
+    """Let transformers build whole models, even if this process has declared ZeRO-3."""
     from transformers.integrations import deepspeed as integration
 
     alive, integration._hf_deepspeed_config_weak_ref = integration._hf_deepspeed_config_weak_ref, None
@@ -577,11 +557,12 @@ def whole_models() -> Iterator[None]:
 def inside_zero_init() -> Iterator[None]:
     """Tell transformers that `deepspeed.zero.Init` is active already: `from_config` then builds as a constructor does.
 
-    Its own way gathers the parameters of a module and its children and lets rank 0 initialise them. It misses what an
-    `_init_weights` sets further down, and the weights are not those of the same seed without DeepSpeed.
+    Otherwise `from_config` gathers the parameters of a module and its children and lets rank 0 initialise them. That
+    misses what an `_init_weights` sets further down, and the weights differ from those of the same seed without
+    DeepSpeed.
 
-    The parameters get DeepSpeed's type, and tables are computed in float32 whatever type is asked for: without
-    DeepSpeed, transformers computes them when the model is built, and not in its type either.
+    The parameters get DeepSpeed's type, and tables are computed in float32 whatever type is asked for. Without
+    DeepSpeed, transformers does not compute them in the model's type either.
     """
     from transformers import modeling_utils
 

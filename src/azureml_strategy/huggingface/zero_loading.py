@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from azureml_strategy.control.gather import gather
 from azureml_strategy.huggingface.transformers_internals import no_first_weights, torch_type
 
 if TYPE_CHECKING:
@@ -49,9 +50,7 @@ def _raised_on_all_ranks() -> Iterator[None]:
         yield
     except RuntimeError as raised:
         error = raised
-    messages: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(messages, None if error is None else str(error))
-    for message in filter(None, messages):
+    for message in filter(None, gather(None if error is None else str(error))):
         raise RuntimeError(message) from error
 
 

@@ -27,8 +27,8 @@ _RATES = {False: 2e-5, True: 2e-4}
 # Passes over each weight, in multiply-adds of 2 FLOPs: forward, gradient of the inputs, gradient of the weights. Frozen
 # weights have no gradient of their own.
 _FLOPS_PER_WEIGHT = {False: 6.0, True: 4.0}
-# What a model gets of the labels and of this module, whatever else a batch has under these names.
-_OWN = {"labels", "shift_labels", "num_items_in_batch", "use_cache"}
+# Arguments of the model's forward that this module sets, whatever a batch has under these names.
+_SET_HERE = {"labels", "shift_labels", "num_items_in_batch", "use_cache"}
 
 
 class FineTuner(NextTokenModule):
@@ -85,8 +85,8 @@ class FineTuner(NextTokenModule):
         self.save_hyperparameters(logger=False)
         self.model: PreTrainedModel | Any = None
         self._weights = 0
-        self._named_unread: set[str] = set()
-        self._taken: set[str] | None = None  # what the model's forward takes; to look costs some of each step
+        self._warned_of: set[str] = set()  # keys of batches
+        self._accepted: set[str] | None = None  # by the model's forward; looked up once, as it takes some time
 
     @override
     def configure_model(self) -> None:
@@ -160,13 +160,13 @@ class FineTuner(NextTokenModule):
 
     def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a model gets of a batch beside the labels."""
-        if self._taken is None:
-            self._taken = forward_arguments(self._pretrained) - _OWN
-        return {name: value for name, value in batch.items() if name in self._taken}
+        if self._accepted is None:
+            self._accepted = forward_arguments(self._pretrained) - _SET_HERE
+        return {name: value for name, value in batch.items() if name in self._accepted}
 
     def _warn_of_unread(self, names: Sequence[str]) -> None:
-        new = [name for name in names if name not in self._named_unread]
-        self._named_unread.update(new)
+        new = [name for name in names if name not in self._warned_of]
+        self._warned_of.update(new)
         if new:
             rank_zero_warn(
                 f"FineTuner does not read {', '.join(new)} of its batches: it reads shift_labels, and what the forward "
@@ -222,13 +222,13 @@ def forward_arguments(model: PreTrainedModel) -> set[str]:
     """Return the names of what a model's forward takes, with those that it lists as its further keywords."""
     parameters = inspect.signature(model.forward).parameters.values()
     named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    # `**kwargs: Unpack[TransformersKwargs]`, a TypedDict: what packed samples need of flash attention, for example
+    # `**kwargs: Unpack[TransformersKwargs]`, a TypedDict, lists what flash attention needs of packed samples, and more.
     listed = [kind for each in parameters if each.kind is each.VAR_KEYWORD for kind in get_args(each.annotation)]
     return named.union(*(kind.__annotations__ for kind in listed))
 
 
 def _tokens(batch: Mapping[str, Tensor]) -> Tensor:
-    """What the sum of a batch's losses is divided by for their mean."""
+    """The number of a batch's tokens with a label, at least 1."""
     return (batch["shift_labels"] != IGNORED_LABEL).sum().clamp(min=1).float()
 
 

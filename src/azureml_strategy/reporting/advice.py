@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from azureml_strategy.tracking.remedies import SETTINGS, RunFacts
 from azureml_strategy.tracking.verdict import Verdict, judge
 
 _MOST_STEPS = 3
-# A rank that was slow once was interrupted by something; one that is slow in this share of the windows is slow.
+# A rank that was slow once was only interrupted by something. In this share of the windows, it is slow.
 _SLOW_WINDOWS = 0.2
 _SHOWN_RANKS = 3
 
@@ -82,13 +81,12 @@ def _keys(record: RunRecord) -> frozenset[str] | None:
 
 def _slow_ranks(record: RunRecord) -> tuple[tuple[str, ...], float]:
     """The ranks that were slow again and again, and the part of a step for which the others waited for them."""
-    windows = [window for each in record.ranks for window in each.windows]
-    times_slow = Counter(rank for window in windows for rank in _mapping(window.get("slow")))
-    slow = [
-        rank for rank, times in times_slow.most_common(_SHOWN_RANKS) if times >= max(2, _SLOW_WINDOWS * len(windows))
-    ]
+    windows = record.windows
+    times_slow = Counter(rank for window in windows for rank in window["slow"])
+    least = max(2, _SLOW_WINDOWS * len(windows))
+    slow = [rank for rank, times in times_slow.most_common(_SHOWN_RANKS) if times >= least]
     step_s = record.metric("summary/step_time_median_s", "throughput/step_time_median_s")
-    waits = [_lag_s(window) for window in windows if any(rank in _mapping(window.get("slow")) for rank in slow)]
+    waits = [_lag_s(window) for window in windows if not window["slow"].keys().isdisjoint(slow)]
     if not slow or not waits or not step_s:
         return (), 0.0
     share = statistics.median(waits) / step_s * len(waits) / len(windows)
@@ -99,19 +97,14 @@ def _lag_s(window: dict[str, Any]) -> float:
     """Seconds of a step by which the slowest rank is behind the median one."""
     own = [
         compute + waited
-        for compute, waited in zip(window.get("compute_s", ()), window.get("data_wait_s", ()), strict=False)
-        if isinstance(compute, float | int) and isinstance(waited, float | int)
+        for compute, waited in zip(window["compute_s"], window.get("data_wait_s", ()), strict=False)
+        if isinstance(waited, float | int)
     ]
     return max(own) - statistics.median(own) if own else 0.0
 
 
 def describe_rank(ranks: Ranks, rank: str) -> str:
-    """A rank with its node and device: `rank 3 (node-1, cuda:0)`.
-
-    Args:
-        ranks: of an attempt.
-        rank: number of the rank, as text.
-    """
+    """A rank, whose number is given as text, with its node and device: `rank 3 (node-1, cuda:0)`."""
     for each in ranks.ranks:
         if str(each.get("rank")) == rank:
             place = ", ".join(str(each[name]) for name in ("host", "device") if name in each)
@@ -132,8 +125,9 @@ def next_steps(record: RunRecord, verdict: Verdict) -> list[NextStep]:
 
 
 def _all_steps(record: RunRecord, verdict: Verdict) -> Iterator[NextStep]:
-    is_recipe = _keys(record) is not None
-    yield from _after_stop(record)
+    is_recipe, stop = _keys(record) is not None, last_stop(record)
+    if stop is not None:
+        yield _AFTER_STOP[stop.kind]
     yield from _after_nan_loss(record, is_recipe)
     for place, advice in enumerate(verdict.advice):
         # Why the first part takes so long is said in the verdict already.
@@ -154,20 +148,15 @@ def _all_steps(record: RunRecord, verdict: Verdict) -> Iterator[NextStep]:
     )
 
 
-def _after_stop(record: RunRecord) -> Iterator[NextStep]:
-    stop = last_stop(record)
-    if stop is None:
-        return
-    if stop.kind == "crash":
-        yield NextStep(
-            "Find what raised the exception",
-            "The text above is what it said; the traceback is in the log of rank 0. The same command goes on from the "
-            "newest checkpoint.",
-        )
-    elif stop.kind == "hang":
-        yield NextStep("Look at the ranks that hung", "The warning names them and the line where each one stood.")
-    else:
-        yield NextStep("Go on", "The same command with the same output folder goes on from the newest checkpoint.")
+_AFTER_STOP = {
+    "crash": NextStep(
+        "Find what raised the exception",
+        "The text above is what it said; the traceback is in the log of rank 0. The same command goes on from the "
+        "newest checkpoint.",
+    ),
+    "hang": NextStep("Look at the ranks that hung", "The warning names them and the line where each one stood."),
+    "stop": NextStep("Go on", "The same command with the same output folder goes on from the newest checkpoint."),
+}
 
 
 def _after_nan_loss(record: RunRecord, is_recipe: bool) -> Iterator[NextStep]:
@@ -199,9 +188,3 @@ _TITLES = {
     "redone": "Lose less at a restart",
     "run_other": "Find the time outside of training",
 }
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    with suppress(TypeError, ValueError):
-        return dict(value)
-    return {}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# What matplotlib draws with, and which the page replaces by its own colour of this name: see page.html.
+# Colours of the page, by their names in page.html. matplotlib draws with stand-ins, which `_svg` replaces by the names.
 _NAMES = (
     *("ink", "muted", "grid", "alarm", "line1", "line2", "line3", "line4", "line5", "line6", "line7", "line8"),
     *("part-compute", "part-compute2", "part-optimizer", "part-data", "part-copy", "part-network", "part-bubble"),
@@ -42,30 +42,17 @@ _GAP = 10
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart.
-
-    Attributes:
-        title: what it shows.
-        svg: an `svg` element.
-        text: a sentence below it.
-        wide: whether it takes the whole width of the page.
-    """
+    """A chart of a page, as an `svg` element."""
 
     title: str
     svg: str
-    text: str = ""
-    wide: bool = False
+    text: str = ""  # a sentence below it
+    wide: bool = False  # it takes the whole width of the page
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart.
-
-    Attributes:
-        label: stands at its end.
-        series: the points.
-        colour: one of `LINES`.
-    """
+    """A line of a chart, in one of the colours of `LINES`, with a label at its end."""
 
     label: str
     series: Series
@@ -130,14 +117,8 @@ def drawing(
 ) -> Iterator[tuple[Figure, Callable[[str], str]]]:
     """Yield a figure in the page's style, and a function that returns it as an `svg` element with a given title.
 
-    The margins are computed here from the lengths of the texts. Matplotlib's own layout would draw each figure twice
-    more to measure them.
-
-    Args:
-        width: in inches of 72 units.
-        height: the same.
-        left: texts to have room for on the left of the axes.
-        right: texts to have room for on the right.
+    Width and height are in inches of 72 units. The margins are computed here from the lengths of the longest texts to
+    the left and to the right of the axes. Matplotlib's own layout would draw each figure twice more to measure them.
     """
     from cycler import cycler
     from matplotlib import rc_context
@@ -151,17 +132,12 @@ def drawing(
         figure = Figure(figsize=(width, height))
         units_wide, units_high = 72 * width, 72 * height
         figure.subplots_adjust(
-            left=(_room(left) + 10) / units_wide,
-            right=1 - (_room(right) + 14) / units_wide,
+            left=(_CHARACTER * max(map(len, left), default=0) + 10) / units_wide,
+            right=1 - (_CHARACTER * max(map(len, right), default=0) + 14) / units_wide,
             bottom=min(42 / units_high, 0.45),
             top=max(1 - 22 / units_high, 0.55),
         )
         yield figure, lambda title: _svg(figure, title)
-
-
-def _room(texts: Sequence[str]) -> float:
-    """Units that the longest of these texts takes."""
-    return _CHARACTER * max(map(len, texts), default=0)
 
 
 def _svg(figure: Figure, title: str) -> str:
@@ -202,16 +178,16 @@ def line_chart(
     """Draw metrics over steps or over time.
 
     Args:
-        title: what it shows.
+        title: of the chart.
         lines: at least one, each with a finite point.
         unit: of the values.
         over: `step` or `time`.
         start_ms: where the time begins.
         marks: what happened meanwhile.
-        percent: whether values from 0 to 1 are shown as percent.
-        from_zero: whether the axis begins at zero.
-        text: a sentence below the chart.
-        wide: whether it takes the whole width of the page.
+        percent: show values from 0 to 1 as percent.
+        from_zero: begin the axis of the values at zero.
+        text: see `Chart`.
+        wide: see `Chart`.
     """
     lines = [replace(line, series=_clipped(line.series)) for line in lines]
     from matplotlib.ticker import MaxNLocator
@@ -257,11 +233,7 @@ def _axis_unit(over: str, largest: float) -> tuple[float, str]:
 def drawn_chart(title: str, draw: Callable[[Axes], None], x_unit: str, wide: bool = False) -> Chart:
     """A chart of what a function draws with matplotlib's own colours, such as the pictures of a study.
 
-    Args:
-        title: what it shows.
-        draw: draws on the axes.
-        x_unit: what the horizontal axis shows.
-        wide: whether it takes the whole width of the page.
+    `x_unit` is the label of the horizontal axis.
     """
     with drawing(WIDTH * (1.9 if wide else 1), HEIGHT * (1.3 if wide else 1), left=("000,000,00",)) as (figure, finish):
         axes = figure.add_subplot()
@@ -335,10 +307,7 @@ def _label_ends(axes: Axes, lines: Sequence[Line]) -> None:
 def draw_marks(axes: Axes, marks: Marks, place: Callable[[tuple[float, float]], float]) -> None:
     """Draw what happened, as lines with a word at their top; checkpoints as triangles on the axis.
 
-    Args:
-        axes: of a chart.
-        marks: what happened.
-        place: the place on the axis of something that happened.
+    `place` computes the place on the axis from the time and the step of something that happened.
     """
     style: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "bottom"}
     for at in marks.restarts:

@@ -1,4 +1,4 @@
-"""Collects what is known of a run: from its MLflow store and its files, whoever has logged them."""
+"""Collects what is known of a run from its MLflow store and its files, whichever logger has written them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from azureml_strategy.tracking.events import Event, Kind
 from azureml_strategy.tracking.run import describe_store, locate
 from azureml_strategy.tracking.verdict import NAMES, PHASES, whole_shares
 
-# Charts of a run's own metrics, and of its counters. More would not be read, and the page has to stay small.
+# Charts of a run's own metrics, and of its counters. Nobody would read more, and the page has to stay small.
 _MOST_OWN, _MOST_SYSTEM = 16, 48
 # Where the time goes comes first: what is read last may be cut.
 _OURS = ("step/", "time/", "ranks/", "throughput/")
@@ -34,17 +34,10 @@ _READ_S = 60.0
 
 @dataclass(frozen=True)
 class Ranks:
-    """What each rank measured in each window of an attempt.
+    """What each rank measured in each window of an attempt of the job."""
 
-    Attributes:
-        attempt: number of the attempt of the job.
-        ranks: rank, host, node and device of each.
-        windows: step, time and seconds of each window, in order.
-    """
-
-    attempt: int
-    ranks: list[dict[str, Any]]
-    windows: list[dict[str, Any]]
+    ranks: list[dict[str, Any]]  # rank, host, node and device of each
+    windows: list[dict[str, Any]]  # step, time, seconds and slow ranks of each, in order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +50,8 @@ class RunRecord:
         open_with: command or address that shows the run in MLflow.
         series: histories of metrics by name.
         events: what happened, in order.
-        attempts: number of attempts of the job that left events.
-        ranks: by attempt.
+        attempts: numbers of the attempts of the job that left events.
+        ranks: of each attempt.
         network: content of `network.json`; empty if there is none.
         config: content of `config.yaml`.
         profiles: of the ranks that were profiled.
@@ -78,23 +71,28 @@ class RunRecord:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def windows(self) -> list[dict[str, Any]]:
+        """The windows of the ranks of all attempts, in order."""
+        return [window for each in self.ranks for window in each.windows]
+
+    @property
     def shares(self) -> dict[str, float]:
         """Parts of a step by the names in `verdict.NAMES`: those of the whole run, else the mean of its windows.
 
         They add up to 1. If what the run logged does not, only its wait for data is known.
         """
         whole = {name: share for name in NAMES if (share := self.metric(f"summary/step/{name}_share")) is not None}
-        found = whole_shares(whole) or whole_shares({name: self._of_windows(name, 1) for name in self._windows})
+        found = whole_shares(whole) or whole_shares({name: self._mean_of(name, 1) for name in self._share_series})
         waited = self.metric("summary/data_wait_share", "throughput/data_wait_share")
         return found if found or waited is None else {"data_wait": waited}
 
     @property
     def share_errors(self) -> dict[str, float]:
         """The standard error of each of `shares`, by how much the run's windows differ."""
-        buckets = max((len(each.means) for each in self._windows.values()), default=0)
+        buckets = max((len(each.means) for each in self._share_series.values()), default=0)
         if buckets < 2:
             return {}
-        variances = {name: self._of_windows(name, 2) - self._of_windows(name, 1) ** 2 for name in self._windows}
+        variances = {name: self._mean_of(name, 2) - self._mean_of(name, 1) ** 2 for name in self._share_series}
         return {name: math.sqrt(max(each, 0.0) / (buckets - 1)) for name, each in variances.items()}
 
     @property
@@ -112,15 +110,10 @@ class RunRecord:
     @property
     def last_step(self) -> int | None:
         """The largest step of which anything was logged; None if nothing was."""
-        return max(
-            # System metrics count steps of their own, and the last values of ours are logged beyond the last step.
-            (
-                each.last_step
-                for name, each in self.series.items()
-                if each.last_step is not None and not name.startswith((_SYSTEM, "time/", "ranks/"))
-            ),
-            default=None,
-        )
+        # System metrics count steps of their own, and the last values of ours are logged beyond the last step.
+        other = (_SYSTEM, "time/", "ranks/")
+        steps = [each.last_step for name, each in self.series.items() if not name.startswith(other)]
+        return max((step for step in steps if step is not None), default=None)
 
     @property
     def steps(self) -> int | None:
@@ -140,7 +133,7 @@ class RunRecord:
         return next((self.run.params[name] for name in names if name in self.run.params), "")
 
     def _seconds(self, name: str) -> float | None:
-        """The sum over attempts, each of which begins at zero again."""
+        """Seconds of a part of the run, summed over its attempts, each of which begins at zero again."""
         series = self.series.get(f"time/{name}_s")
         if series is None or not series.points:
             return self.metric(f"time/{name}_s")
@@ -155,15 +148,15 @@ class RunRecord:
         return float(seconds[ends[ends >= 0]].sum() + seconds[-1])
 
     @property
-    def _windows(self) -> dict[str, Series]:
-        """The shares of the run's windows."""
+    def _share_series(self) -> dict[str, Series]:
+        """The histories of the shares of a step, by the names in `verdict.NAMES`."""
         named = {name: self.series.get(f"step/{name}_share") for name in NAMES}
         return {name: series for name, series in named.items() if series is not None and series.points}
 
-    def _of_windows(self, name: str, power: int) -> float:
+    def _mean_of(self, name: str, power: int) -> float:
         """The mean over all windows of a share to a power. A window that did not log the share counts as zero."""
-        series = self._windows[name]
-        points = max(each.points for each in self._windows.values())
+        series = self._share_series[name]
+        points = max(each.points for each in self._share_series.values())
         return float((series.means**power * series.counts).sum() / points)
 
 
@@ -228,11 +221,7 @@ def _redact_values(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def choose_metrics(names: Iterable[str]) -> tuple[list[str], int]:
-    """The metrics to read, the most important ones first, and how many others there are.
-
-    Args:
-        names: of all metrics of the run.
-    """
+    """Of all metrics, those to read, the most important ones first, and how many others there are."""
     histories = [name for name in names if not name.startswith(_SUMMED_UP)]
     ours = [name for name in histories if name.startswith(_OURS)]
     system = [name for name in histories if name.startswith(_SYSTEM)]
@@ -283,7 +272,7 @@ def _read_ranks(attempt: int, text: str, unread: list[str]) -> Ranks | None:
     _note_unread(unread, file, len(ranks) - len(known), len(ranks), "ranks")
     seconds = sum(bool(each["compute_s"]) for each in whole)
     _note_unread(unread, file, len(windows) - seconds, len(windows), "windows, or their seconds,")
-    return Ranks(attempt, known, whole)
+    return Ranks(known, whole)
 
 
 def _note_unread(unread: list[str], file: str, lost: int, of: int, what: str) -> None:

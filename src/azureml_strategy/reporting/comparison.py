@@ -18,12 +18,9 @@ _RATES = ("summary/samples_per_second", "throughput/samples_per_second")
 
 
 def compare_page(records: Sequence[RunRecord]) -> Page:
-    """Make the page that compares runs.
-
-    Args:
-        records: two or more; charts show the first eight.
-    """
+    """Make the page that compares two or more runs. Charts show the first eight."""
     names = _names(records)
+    named = list(zip(names, records, strict=True))
     drawn = dict(list(zip(_labels(names), records, strict=True))[:_MOST_RUNS])
     params = sorted({name for record in records for name in record.run.params})
     settings = [[name, *(record.run.params.get(name, "") for record in records)] for name in params]
@@ -31,12 +28,10 @@ def compare_page(records: Sequence[RunRecord]) -> Page:
     return Page(
         title=" and ".join(names) if len(names) == 2 else count(len(names), "run"),
         kicker="Comparison of runs",
-        headline=_headline(records, names),
+        headline=_headline(named),
         verdict_tone="neutral",
-        facts=[f"{name}: run {record.run.run_id}" for name, record in zip(names, records, strict=True)],
-        steps=[NextStep(f"{name}", verdict_of(record).line) for name, record in zip(names, records, strict=True)][
-            :_MOST_RUNS
-        ],
+        facts=[f"{name}: run {record.run.run_id}" for name, record in named],
+        steps=[NextStep(name, verdict_of(record).line) for name, record in named[:_MOST_RUNS]],
         sections=[
             Section("Figures", tables=[Table(_figures(records), ("", *names), numbers=range(1, len(names) + 1))]),
             _steps_section(drawn),
@@ -44,7 +39,7 @@ def compare_page(records: Sequence[RunRecord]) -> Page:
             Section("Settings in which they differ", tables=[Table(differing, ("setting", *names))]),
         ],
         notes=[
-            *(f"{name}: {note}" for name, record in zip(names, records, strict=True) for note in record.notes),
+            *(f"{name}: {note}" for name, record in named for note in record.notes),
             *_left_out(records, names, drawn),
         ],
     )
@@ -77,10 +72,8 @@ def _labels(names: Sequence[str]) -> list[str]:
     ]
 
 
-def _headline(records: Sequence[RunRecord], names: Sequence[str]) -> str:
-    rates = {
-        name: rate for name, record in zip(names, records, strict=True) if (rate := record.metric(*_RATES)) is not None
-    }
+def _headline(named: Sequence[tuple[str, RunRecord]]) -> str:
+    rates = {name: rate for name, record in named if (rate := record.metric(*_RATES)) is not None}
     if len(rates) < 2:
         return "Fewer than two of these runs measured their throughput."
     fastest, slowest = max(rates, key=lambda name: rates[name]), min(rates, key=lambda name: rates[name])

@@ -32,11 +32,9 @@ _NARROWEST_LABEL = 0.055  # of a bar or of an axis
 
 
 def bars(title: str, rows: Mapping[str, Mapping[str, float]]) -> Chart:
-    """Draw each row as one bar of its parts, each as wide as its share.
+    """Draw each row, by its name, as one bar of its parts, each as wide as its share.
 
-    Args:
-        title: what it shows.
-        rows: name of each row, with its parts in any unit, by the names in `verdict.NAMES` or `verdict.PHASES`.
+    The parts are in any unit, by the names in `verdict.NAMES` or `verdict.PHASES`.
     """
     with drawing(WIDTH * 1.9, 0.1 + 0.6 * len(rows), left=list(rows)) as (figure, finish):
         axes = figure.add_subplot()
@@ -64,13 +62,7 @@ def _order(name: str) -> int:
 
 
 def stack(title: str, parts: Mapping[str, Series], marks: Marks) -> Chart:
-    """Draw how the parts of a step change over the run.
-
-    Args:
-        title: what it shows.
-        parts: share of each part, by the names in `verdict.NAMES`.
-        marks: what happened meanwhile.
-    """
+    """Draw how the shares of the parts of a step, by the names in `verdict.NAMES`, change over the run."""
     import numpy as np
 
     names = sorted(parts, key=_order)
@@ -110,11 +102,11 @@ def heat_map(title: str, values: Any, *, names: Sequence[str], steps: Sequence[i
     """Draw how much longer each rank computes than the median rank, over the windows of a run.
 
     Args:
-        title: what it shows.
+        title: of the chart.
         values: a row for each rank and a column for each window; 0.1 is 10 % longer. NaN is unknown.
         names: of the ranks.
         steps: of the windows.
-        restarts: windows with which another attempt begins.
+        restarts: numbers of the windows with which another attempt begins.
     """
     import numpy as np
 

@@ -1,6 +1,4 @@
-"""Reads the small text files that a run keeps among its artifacts, and what profiled ranks have left there: traces
-and summaries.
-"""
+"""Reads the small text files among a run's artifacts, and the traces and summaries that profiled ranks have left."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ _LARGEST = 32 * 2**20
 # Attempts of a job whose files are read: the newest ones.
 _ATTEMPTS = 20
 FOLDER = "profile"
-"""Where they lie, among the artifacts and in the output folder alike."""
+"""Where traces and summaries lie, among the artifacts and in the output folder alike."""
 _SUMMARY = re.compile(r"summary_rank_(\d{1,7})\.json")
 _TRACE = re.compile(r"trace_rank_(\d{1,7})_steps?_(\d+)(?:-(\d+))?\.json(?:\.gz)?")
-# Of more ranks only the file names are shown; a bar of each is for reading, not for counting.
+# Of further ranks only the file names are shown: nobody would read a bar for each.
 _MOST_RANKS = 8
 _MOST_OPERATORS, _MOST_COLLECTIVES, _LONGEST_NAME = 12, 12, 60
 
@@ -181,8 +179,7 @@ class RankProfile:
 def read_profiles(places: Iterable[Artifacts]) -> list[RankProfile]:
     """Read what profiled ranks have left, in the order of the ranks.
 
-    Args:
-        places: where files may lie, the best place first: the run's artifacts, its output folder.
+    Of places with files of one rank the first counts, unless only a later one has its summary.
     """
     found: dict[int, RankProfile] = {}
     for place in places:
@@ -216,11 +213,7 @@ def _rank_profile(place: Artifacts, rank: int, traces: list[str], is_there: bool
 
 
 def read_summary(text: str) -> Summary | None:
-    """Read a summary as `trace_summary` writes it; None for any other text.
-
-    Args:
-        text: content of the file.
-    """
+    """Read a summary as `trace_summary` writes it; None for any other text."""
     with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
         content = json.loads(text)
         steps = sorted(int(each) for each in content["steps"])

@@ -1,6 +1,4 @@
-"""The page of one run: its verdict, its figures and what to do next; where the time goes, profiled steps, metrics,
-ranks, counters, cost, events, and what ran.
-"""
+"""The page of one run: its verdict and figures, what to do next, and sections on its time, metrics, ranks and cost."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -57,11 +54,7 @@ _STOPPED = {"crash": "An exception ended this run", "hang": "This run hung", "st
 
 
 def profile_section(profiles: Sequence[RankProfile]) -> Section:
-    """Make the section of the profiles; it is empty where no rank was profiled.
-
-    Args:
-        profiles: as `read_profiles` returns them.
-    """
+    """Make the section of the profiles; it is empty where no rank was profiled."""
     if not profiles:
         return Section("Profile")
     read = [(each.rank, each.summary) for each in profiles if each.summary is not None]
@@ -155,8 +148,8 @@ def marks_of(record: RunRecord) -> Marks:
     starts = [event for event in record.events if event.kind == "start"]
     alarms = [event for event in record.events if event.kind in ("crash", "hang", "stop")]
     saved: list[tuple[float, float]] = []
-    series = record.series.get("time/checkpoint_s")
-    if series is not None and len(series.means):
+    series = _points(record, "time/checkpoint_s")
+    if series is not None:
         hooks = _HOOK_S * np.maximum(np.diff(series.steps, prepend=0.0), 0)
         grew = np.diff(series.means, prepend=0.0) > _LEAST_SAVE_S + hooks
         saved = list(zip(series.times_ms[grew].tolist(), series.steps[grew].tolist(), strict=True))
@@ -172,6 +165,18 @@ def _points(record: RunRecord, name: str) -> Series | None:
     return series if series is not None and len(series.means) else None
 
 
+def _lines(record: RunRecord, prefix: str, looks: Mapping[str, tuple[str, str]]) -> list[Line]:
+    """Return a line for each metric that has points, from its label and colour by the end of its name."""
+    found = [(_points(record, f"{prefix}{name}"), *look) for name, look in looks.items()]
+    return [Line(label, series, colour) for series, label, colour in found if series is not None]
+
+
+def _add_line(groups: dict[str, list[Line]], title: str, label: str, series: Series) -> None:
+    """Add a line to the chart of this title, in the colour that follows that of the line before."""
+    lines = groups.setdefault(title, [])
+    lines.append(Line(label, series, LINES[len(lines) % len(LINES)]))
+
+
 def _time_section(record: RunRecord, start_ms: float, marks: Marks) -> Section:
     shares = {name: share for name, share in record.shares.items() if share > 0}
     times = {name: seconds for name, seconds in record.times.items() if seconds > 0}
@@ -184,11 +189,8 @@ def _time_section(record: RunRecord, start_ms: float, marks: Marks) -> Section:
     parts = {name: series for name in NAMES if (series := _points(record, f"step/{name}_share")) is not None}
     if any(len(series.means) > 1 for series in parts.values()):
         charts.append(stack("The parts of a step, over the run", parts, marks))
-    step_times = [
-        Line(label, series, colour)
-        for label, colour, name in (("median", "line1", "step_time_median_s"), ("95%", "line2", "step_time_p95_s"))
-        if (series := _points(record, f"throughput/{name}")) is not None
-    ]
+    looks = {"step_time_median_s": ("median", "line1"), "step_time_p95_s": ("95%", "line2")}
+    step_times = _lines(record, "throughput/", looks)
     if step_times and charts:
         charts.append(
             line_chart("Time of a step", step_times, unit="seconds", over="time", start_ms=start_ms, from_zero=True)
@@ -225,8 +227,7 @@ def _own_metrics(record: RunRecord, marks: Marks) -> Section:
     groups: dict[str, list[Line]] = {}
     for name, series in record.series.items():
         if not name.startswith(_OURS) and len(series.means):
-            lines = groups.setdefault(_PART_OF_DATA.sub("", name), [])
-            lines.append(Line(name, series, LINES[len(lines) % len(LINES)]))
+            _add_line(groups, _PART_OF_DATA.sub("", name), name, series)
     charts, marks = [], replace(marks, checkpoints=())
     for title, lines in groups.items():
         missing = [
@@ -243,7 +244,7 @@ def _own_metrics(record: RunRecord, marks: Marks) -> Section:
 
 def _ranks(record: RunRecord) -> Section:
     title = "Ranks beside one another"
-    windows = [window for each in record.ranks for window in each.windows if _are_numbers(window.get("compute_s"))]
+    windows = [window for window in record.windows if window["compute_s"]]
     if windows:
         width = max(len(window["compute_s"]) for window in windows)
         values = np.array([_behind_median(window["compute_s"], width) for window in windows]).T
@@ -260,16 +261,9 @@ def _ranks(record: RunRecord) -> Section:
         return Section(
             title, text, [chart], [Table(list(_slow_ranks(record)), ("rank", "slow in", "at"), "Slow ranks")]
         )
-    lines = [
-        Line(label, series, colour)
-        for label, colour in (("max", "line2"), ("median", "line1"), ("min", "line3"))
-        if (series := _points(record, f"ranks/compute_s_{label}")) is not None
-    ]
+    looks = {"max": ("max", "line2"), "median": ("median", "line1"), "min": ("min", "line3")}
+    lines = _lines(record, "ranks/compute_s_", looks)
     return Section(title, charts=[line_chart("Computing time over ranks", lines, unit="seconds")] if lines else [])
-
-
-def _are_numbers(values: Any) -> bool:
-    return isinstance(values, list) and bool(values) and all(isinstance(each, int | float) for each in values)
 
 
 def _behind_median(seconds: list[float], width: int) -> list[float]:
@@ -283,8 +277,8 @@ def _rank_name(record: RunRecord, rank: int) -> str:
 
 
 def _slow_ranks(record: RunRecord) -> Iterator[tuple[str, str, str]]:
-    windows = [window for each in record.ranks for window in each.windows]
-    slow = [(str(rank), str(at)) for window in windows for rank, at in dict(window.get("slow") or {}).items()]
+    windows = record.windows
+    slow = [(str(rank), str(at)) for window in windows for rank, at in window["slow"].items()]
     for rank, times in Counter(rank for rank, _ in slow).most_common(8):
         at = Counter(place for each, place in slow if each == rank).most_common(1)[0][0]
         yield describe_rank(record.ranks[-1], rank), f"{times} of {len(windows)} windows", at
@@ -297,8 +291,7 @@ def _counters(record: RunRecord, start_ms: float, marks: Marks) -> Section:
             *node, counter = name.split("/")[1:]
             device = _GPU.search(counter)
             label = " ".join([*node, *([device[0].strip("_").replace("_", " ")] if device else [])])
-            lines = groups.setdefault(_GPU.sub("gpu_", counter).replace("_", " "), [])
-            lines.append(Line(label, series, LINES[len(lines) % len(LINES)]))
+            _add_line(groups, _GPU.sub("gpu_", counter).replace("_", " "), label, series)
     zero = [title for title, lines in groups.items() if not any(line.series.highs.any() for line in lines)]
     charts, marks = [], replace(marks, checkpoints=())
     for title, lines in groups.items():
@@ -390,11 +383,7 @@ def _network(record: RunRecord) -> Iterator[tuple[str, str, str, str]]:
 
 
 def run_page(record: RunRecord) -> Page:
-    """Make the page of a run.
-
-    Args:
-        record: as `collect_run` returns it.
-    """
+    """Make the page of a run."""
     verdict = verdict_of(record)
     first = verdict.advice[0] if verdict.advice else None
     status, tone = _STATUS.get(record.run.status, (record.run.status.lower(), ""))

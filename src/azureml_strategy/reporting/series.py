@@ -59,23 +59,13 @@ class Series:
         """Whether each bucket is one point."""
         return bool(np.all(self.counts == 1))
 
-    @property
-    def last(self) -> float | None:
-        """Mean of the last bucket; None if there is no finite value."""
-        return float(self.means[-1]) if len(self.means) else None
-
 
 def reduce_points(
     steps: Integers, times_ms: Integers, values: Floats, buckets: int = BUCKETS, left_out: int | None = 0
 ) -> Series:
     """Sort points by step and time, and put them into at most `buckets` buckets of nearly equal numbers of points.
 
-    Args:
-        steps: step of each point.
-        times_ms: time of each point.
-        values: value of each point, perhaps NaN or infinite.
-        buckets: most buckets.
-        left_out: see `Series`.
+    Values may be NaN or infinite. For `left_out` see `Series`.
     """
     ends = (int(steps.max()), int(times_ms.max())) if len(steps) else (None, None)
     order = np.lexsort((times_ms, steps))
@@ -89,8 +79,8 @@ def reduce_points(
         steps=_means(steps, starts, counts),
         times_ms=_means(times_ms, starts, counts),
         means=_means(values, starts, counts),
-        lows=np.minimum.reduceat(values, starts) if len(starts) else np.empty(0),
-        highs=np.maximum.reduceat(values, starts) if len(starts) else np.empty(0),
+        lows=_reduce(np.minimum, values, starts),
+        highs=_reduce(np.maximum, values, starts),
         counts=counts,
         missing=len(lost),
         first_missing=int(lost[0]) if len(lost) else None,
@@ -106,21 +96,18 @@ def _starts(points: int, buckets: int) -> Integers:
     return (np.arange(number) * points // max(number, 1)).astype(np.int64)
 
 
+def _reduce(function: np.ufunc, values: Floats, starts: Integers) -> Floats:
+    """Reduce the values of each bucket to one by a function of two numbers."""
+    return np.asarray(function.reduceat(values, starts)) if len(starts) else np.empty(0)
+
+
 def _means(values: NDArray[np.generic], starts: Integers, counts: Integers) -> Floats:
-    if not len(starts):
-        return np.empty(0)
     # Divided before they are added, so that the sum of values near the largest float stays finite.
-    parts = values.astype(np.float64) / np.repeat(counts, counts)
-    return np.add.reduceat(parts, starts)
+    return _reduce(np.add, values.astype(np.float64) / np.repeat(counts, counts), starts)
 
 
 def join(several: Sequence[Series], buckets: int = BUCKETS) -> Series:
-    """Put the same metric of several nodes or devices into one series, whose bands reach over all of them.
-
-    Args:
-        several: not empty.
-        buckets: most buckets of the result.
-    """
+    """Put the same metric of several nodes or devices into one series, whose bands reach over all of them."""
     order = np.argsort(np.concatenate([each.times_ms for each in several]), kind="stable")
 
     def joined(name: str) -> Floats:
@@ -130,14 +117,13 @@ def join(several: Sequence[Series], buckets: int = BUCKETS) -> Series:
     sizes = np.diff([*starts, len(order)]).astype(np.int64)
     # Buckets of several series hold unequal numbers of points, each of which counts the same.
     points = np.maximum(joined("counts"), 1)
-    shares = points / np.repeat(np.add.reduceat(points, starts), sizes) if len(starts) else points
-    means = np.add.reduceat(joined("means") * shares, starts) if len(starts) else np.empty(0)
+    shares = points / np.repeat(_reduce(np.add, points, starts), sizes)
     return Series(
         steps=_means(joined("steps"), starts, sizes),
         times_ms=_means(joined("times_ms"), starts, sizes),
-        means=means,
-        lows=np.minimum.reduceat(joined("lows"), starts) if len(starts) else np.empty(0),
-        highs=np.maximum.reduceat(joined("highs"), starts) if len(starts) else np.empty(0),
-        counts=np.add.reduceat(joined("counts"), starts).astype(np.int64) if len(starts) else np.empty(0, np.int64),
+        means=_reduce(np.add, joined("means") * shares, starts),
+        lows=_reduce(np.minimum, joined("lows"), starts),
+        highs=_reduce(np.maximum, joined("highs"), starts),
+        counts=_reduce(np.add, joined("counts"), starts).astype(np.int64),
         missing=sum(each.missing for each in several),
     )

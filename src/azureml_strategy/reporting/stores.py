@@ -1,6 +1,6 @@
 """Reads runs from MLflow's stores in bounded time: a database by SQL, any other store by MLflow's client.
 
-A database sums millions of points up by itself, with their extremes, and is read without importing MLflow, which takes
+A database sums millions of points up by itself, with their extremes. It is read without MLflow, whose import takes
 longer than all that a page needs. A server gives points by pages until the time is up.
 """
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -68,36 +68,8 @@ class StoredRun:
     metrics: Mapping[str, float]
 
 
-class RunStore(Protocol):
-    """A store of runs."""
-
-    def run(self, run_id: str) -> StoredRun:
-        """Return a run.
-
-        Raises:
-            ReportError: there is no such run, or the store does not answer.
-        """
-        ...
-
-    def series(self, run_id: str, names: Sequence[str], budget_s: float) -> dict[str, Series]:
-        """Return the histories of metrics; those for which the time does not suffice are missing or cut.
-
-        Args:
-            run_id: the run.
-            names: the metrics, the most important ones first.
-            budget_s: seconds after which no further metric is begun.
-
-        Raises:
-            ReportError: the store does not answer.
-        """
-        ...
-
-
 def open_store(uri: str) -> RunStore:
-    """Open a store for reading.
-
-    Args:
-        uri: MLflow's tracking URI.
+    """Open the store with this tracking URI of MLflow's for reading.
 
     Raises:
         ReportError: there is no such store.
@@ -139,7 +111,11 @@ class DatabaseStore:
             self._engine = _connect(uri)
 
     def run(self, run_id: str) -> StoredRun:
-        """See `RunStore`."""
+        """Return a run.
+
+        Raises:
+            ReportError: there is no such run, or the store does not answer.
+        """
         from sqlalchemy import select
 
         runs = _table("runs", "run_uuid", "name", "experiment_id", "status", "start_time", "end_time", "artifact_uri")
@@ -168,26 +144,31 @@ class DatabaseStore:
         )
 
     def series(self, run_id: str, names: Sequence[str], budget_s: float) -> dict[str, Series]:
-        """See `RunStore`."""
-        until, found = time.monotonic() + budget_s, {}
-        with self._errors():
-            sizes = self._sizes(run_id)
-            for name in names:
-                if name in sizes and time.monotonic() < until:
-                    summed_up = sizes[name].points > _MOST_POINTS
-                    found[name] = (
-                        self._read_buckets(run_id, name, sizes[name]) if summed_up else self._read_points(run_id, name)
-                    )
-        return found
+        """Return the histories of metrics; those for which the time does not suffice are missing or cut.
 
-    def _sizes(self, run_id: str) -> dict[str, _Size]:
+        Args:
+            run_id: the run.
+            names: the metrics, the most important ones first.
+            budget_s: seconds after which no further metric is begun.
+
+        Raises:
+            ReportError: the store does not answer.
+        """
         from sqlalchemy import func, select
 
-        # An index of MLflow's answers it: run, metric, step.
+        until, found = time.monotonic() + budget_s, {}
         points = _points("metrics")
+        # An index of MLflow's answers it: run, metric, step.
         query = select(points.key, func.count(), func.min(points.step), func.max(points.step))
-        rows = self._rows(query.where(points.run_uuid == run_id).group_by(points.key))
-        return {row[0]: _Size(row[1], row[2], row[3]) for row in rows}
+        with self._errors():
+            sizes = {row[0]: row[1:] for row in self._rows(query.where(points.run_uuid == run_id).group_by(points.key))}
+            for name in names:
+                if name in sizes and time.monotonic() < until:
+                    many = sizes[name][0] > _MOST_POINTS
+                    found[name] = (
+                        self._read_buckets(run_id, name, *sizes[name]) if many else self._read_points(run_id, name)
+                    )
+        return found
 
     def _read_points(self, run_id: str, name: str) -> Series:
         from sqlalchemy import select
@@ -199,12 +180,12 @@ class DatabaseStore:
         numbers = np.where(np.array(missing, bool), np.nan, np.array(values, np.float64))
         return reduce_points(np.array(steps, np.int64), np.array(times, np.int64), numbers)
 
-    def _read_buckets(self, run_id: str, name: str, size: _Size) -> Series:
+    def _read_buckets(self, run_id: str, name: str, number: int, first_step: int, last_step: int) -> Series:
         from sqlalchemy import func, select
 
         points = _points("metrics")
         mine = (points.run_uuid == run_id, points.key == name)
-        place, first, last = points.step, size.first_step, size.last_step
+        place, first, last = points.step, first_step, last_step
         if first == last:  # who logs without steps logs all at step 0
             place = points.timestamp
             ((first, last),) = self._rows(select(func.min(place), func.max(place)).where(*mine))
@@ -216,7 +197,7 @@ class DatabaseStore:
         ]
         query = select(*columns).where(*mine, *_is_finite(points)).group_by(bucket).order_by(func.min(place))
         rows = np.array([tuple(map(float, row)) for row in self._rows(query)]).reshape(-1, 8)
-        missing = size.points - int(rows[:, 7].sum())
+        missing = number - int(rows[:, 7].sum())
         return Series(
             steps=rows[:, 0:2].mean(axis=1),
             times_ms=rows[:, 2:4].mean(axis=1),
@@ -226,7 +207,7 @@ class DatabaseStore:
             counts=rows[:, 7].astype(np.int64),
             missing=missing,
             first_missing=self._first_missing(run_id, name) if missing else None,
-            last_step=size.last_step,
+            last_step=last_step,
             last_ms=int(rows[:, 3].max()) if len(rows) else None,
         )
 
@@ -276,13 +257,6 @@ def _connect(uri: str) -> Engine:
     return create_engine(url)
 
 
-@dataclass(frozen=True)
-class _Size:
-    points: int
-    first_step: int
-    last_step: int
-
-
 @cache
 def _table(name: str, *columns: str) -> TableClause:
     from sqlalchemy import column, table
@@ -318,7 +292,7 @@ class ServerStore:
         self._client = self._ask(lambda: one_attempt_client(uri))
 
     def run(self, run_id: str) -> StoredRun:
-        """See `RunStore`."""
+        """See `DatabaseStore`."""
         run = self._ask(lambda: self._client.get_run(run_id), run_id)
         info, data = run.info, run.data
         experiment = self._ask(lambda: self._client.get_experiment(info.experiment_id))
@@ -337,7 +311,7 @@ class ServerStore:
         )
 
     def series(self, run_id: str, names: Sequence[str], budget_s: float) -> dict[str, Series]:
-        """See `RunStore`."""
+        """See `DatabaseStore`."""
         until = time.monotonic() + budget_s
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
             read = list(pool.map(lambda name: self._read(run_id, name, until), names))
@@ -373,3 +347,6 @@ class ServerStore:
             if run_id is not None and unknown:
                 raise _unknown_run(run_id, self._uri) from None
             raise _no_answer(self._uri, error) from None
+
+
+RunStore = DatabaseStore | ServerStore

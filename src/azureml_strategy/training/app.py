@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -10,11 +9,10 @@ import shlex
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, NamedTuple, TextIO, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -40,51 +38,28 @@ from azureml_strategy.training.targets import own_modules
 
 log = logging.getLogger(__name__)
 
-_DONE = "done"
-# Looked for where nobody logs `checkpoint.monitor`.
+# Shown as a run's result where nobody logs `checkpoint.monitor`.
 _RESULTS = ("val/loss", "train/loss")
-
 # Values that need no quotes in Hydra's notation.
 _PLAIN = re.compile(r"[\w/.-]+")
 # Hydra's flags that name further folders of configuration, which only Hydra itself reads.
 _SEARCH_PATH_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 
 
-@contextlib.contextmanager
-def discreet_console() -> Iterator[None]:
-    """Remove secrets from what this process prints: log lines, tracebacks, and the output of the user's code.
+class _RedactingStream:
+    """Wraps stdout or stderr, and removes secrets from log lines, tracebacks, and the output of the user's code.
 
     Output that does not pass through Python, such as NCCL's, is not filtered.
-    """
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = DiscreetStream(sys.stdout), DiscreetStream(sys.stderr)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
-
-
-class DiscreetStream:
-    """A text stream that removes secrets. Everything else is passed to the wrapped stream.
-
-    Args:
-        stream: where the text goes.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write the text without secrets.
-
-        Returns:
-            The length of the given text, as a stream returns that takes all of it.
-        """
         self._stream.write(redact_text(text))
-        return len(text)
+        return len(text)  # as a stream returns that has taken all of it
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write all lines without secrets."""
         for line in lines:
             self.write(line)
 
@@ -92,7 +67,7 @@ class DiscreetStream:
         return getattr(self._stream, name)
 
 
-class _DiscreetFormatter(logging.Formatter):
+class _RedactingFormatter(logging.Formatter):
     """Wraps a formatter and removes secrets from its lines."""
 
     def __init__(self, formatter: logging.Formatter) -> None:
@@ -111,7 +86,7 @@ def tidy_console() -> None:
     """
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
-            handler.setFormatter(_DiscreetFormatter(handler.formatter or logging.Formatter()))
+            handler.setFormatter(_RedactingFormatter(handler.formatter or logging.Formatter()))
     logging.getLogger("lightning").handlers.clear()
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -119,44 +94,17 @@ def tidy_console() -> None:
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
 
 
-@dataclass(frozen=True)
-class SweepRun:
-    """One run of a sweep.
-
-    Attributes:
-        overrides: what it changed, separated by spaces.
-        metric: name of its result; empty if it has none.
-        value: of that metric.
-        state: `done`, or the first line of the error with which it ended.
-    """
+class SweepRun(NamedTuple):
+    """One run of a sweep: what it changed, the name of its result and the value, and how it ended."""
 
     overrides: str
     metric: str
     value: float | None
     state: str
 
-    @classmethod
-    def done(cls, overrides: str, config: DictConfig, metrics: Mapping[str, float]) -> SweepRun:
-        """A run that has ended well; its result is what ranks its checkpoints, or its loss.
-
-        Args:
-            overrides: what it changed.
-            config: of the run.
-            metrics: of its last epoch, by name.
-        """
-        monitor = OmegaConf.select(config, "checkpoint.monitor", throw_on_missing=False)
-        name = next((each for each in (monitor, *_RESULTS) if each in metrics), "")
-        return cls(overrides, name, metrics.get(name), _DONE)
-
-    @classmethod
-    def failed(cls, overrides: str, error: BaseException) -> SweepRun:
-        """A run that an error has ended."""
-        said = redact_text(str(error)).strip().partition("\n")[0]
-        return cls(overrides, "", None, f"{type(error).__name__}: {said}" if said else type(error).__name__)
-
 
 def print_sweep(runs: list[SweepRun]) -> None:
-    """Print the table, in the order in which the runs came."""
+    """Print a table of the runs, in the order in which they ran."""
     table = Table()
     names = list(dict.fromkeys(each.metric for each in runs if each.metric))
     table.add_column("run", justify="right")
@@ -226,10 +174,9 @@ def _check_folder(config: DictConfig, arguments: Sequence[str]) -> None:
 def _train(
     config: DictConfig, launch: Launch | PartialLaunch | None, recipe: str, arguments: Sequence[str]
 ) -> dict[str, float]:
-    """Train one job of a sweep, or the only one. An error that needs no traceback becomes a `_Refusal`.
+    """Train one job of a sweep, or the only one, and return the metrics of the last epoch by name.
 
-    Returns:
-        The metrics of the last epoch by name.
+    An error that needs no traceback becomes a `_Refusal`.
     """
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -270,9 +217,13 @@ def _noted(config: DictConfig, runs: list[SweepRun]) -> Iterator[dict[str, float
     try:
         yield metrics
     except BaseException as error:
-        runs.append(SweepRun.failed(overrides, (error.__cause__ or error) if isinstance(error, _Refusal) else error))
+        cause = (error.__cause__ or error) if isinstance(error, _Refusal) else error
+        kind, text = type(cause).__name__, redact_text(str(cause)).strip().partition("\n")[0]
+        runs.append(SweepRun(overrides, "", None, f"{kind}: {text}" if text else kind))
         raise
-    runs.append(SweepRun.done(overrides, config, metrics))
+    monitor = OmegaConf.select(config, "checkpoint.monitor", throw_on_missing=False)
+    name = next((each for each in (monitor, *_RESULTS) if each in metrics), "")
+    runs.append(SweepRun(overrides, name, metrics.get(name), "done"))
 
 
 @contextmanager
@@ -317,7 +268,12 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
 
     folder = ["--config-dir", found.folder] if found.folder else []
     try:
-        with _command_line([*folder, *arguments]), own_modules(found.folder), discreet_console():
+        with (
+            _command_line([*folder, *arguments]),
+            own_modules(found.folder),
+            redirect_stdout(cast(TextIO, _RedactingStream(sys.stdout))),
+            redirect_stderr(cast(TextIO, _RedactingStream(sys.stderr))),
+        ):
             try:
                 application()
             finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import Any
@@ -36,7 +36,7 @@ _TRAINER_ELSEWHERE = {
     "enable_progress_bar": "`tracking.progress_bar`",
     "default_root_dir": "`output_dir`",
 }
-# What loggers of these names need: one of the libraries.
+# Loggers of these names need one of the libraries.
 _LIBRARIES = {
     "TensorBoardLogger": ("tensorboard", "tensorboardX"),
     "JobWandbLogger": ("wandb",),
@@ -49,20 +49,18 @@ _NEEDED = ("model", "data", "trainer", "strategy", "tracking")
 
 
 def check_overrides(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
-    """Compose the recipe with the overrides, as Hydra is about to.
+    """Compose the recipe with the overrides, as Hydra is about to, and return the unresolved configuration.
 
-    Of a sweep, its first job is composed, and the recipe with each further choice of a group: a misspelt one would be
-    found only when the jobs before it are over.
-
-    Returns:
-        The configuration, unresolved.
+    Of a sweep, its first job is composed, and the recipe with each further choice of a group. Otherwise a misspelt one
+    would be found only when the jobs before it are over.
 
     Raises:
         RecipeError: Hydra refuses; the message names the override and its near matches.
     """
-    config = compose_recipe(recipe, [one for each in overrides for one in _first_choice(each)])
-    for each in overrides:
-        for choice in _further_choices(each, config.hydra.runtime.choices):
+    swept = [_choices(each) for each in overrides]
+    config = compose_recipe(recipe, [first for _, choices in swept if (first := next(choices, None)) is not None])
+    for key, choices in swept:
+        for choice in choices if key in config.hydra.runtime.choices else ():
             compose_recipe(recipe, [choice])
     return config
 
@@ -121,26 +119,21 @@ def _hiding(recipe: Recipe) -> str:
     )
 
 
-def _first_choice(text: str) -> list[str]:
-    """Return an override as a sweep's first job has it; none if only the sweeper can expand it, such as `glob(*)`."""
+def _choices(text: str) -> tuple[str, Iterator[str]]:
+    """Return the key of an override, and the override as each job of a sweep has it.
+
+    There is none for what only the sweeper can expand, such as `glob(*)`.
+    """
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
         raise RecipeError(redact_text(f"The override {text!r} is not in Hydra's notation: {error}")) from error
-    if not override.is_sweep_override():
-        return [text]
-    if isinstance(override.value(), Glob) or not override.is_discrete_sweep():
-        return []
-    return [f"{override.get_key_element()}={next(override.sweep_string_iterator())}"]
-
-
-def _further_choices(text: str, groups: Container[str]) -> list[str]:
-    """Return overrides for all choices of a swept group but the first; none if it is no group, or a `glob(*)`."""
-    override = OverridesParser.create().parse_override(text)
     key = override.get_key_element()
-    if key not in groups or not override.is_discrete_sweep() or isinstance(override.value(), Glob):
-        return []
-    return [f"{key}={choice}" for choice in override.sweep_string_iterator()][1:]
+    if not override.is_sweep_override():
+        return key, iter([text])
+    if isinstance(override.value(), Glob) or not override.is_discrete_sweep():
+        return key, iter(())
+    return key, (f"{key}={choice}" for choice in override.sweep_string_iterator())
 
 
 def check_config(config: DictConfig) -> None:
@@ -196,7 +189,7 @@ def _check_arguments(path: str, node: dict[str, Any]) -> None:
 
 
 def target_nodes(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every node with a `_target_` that is not null, and its path. Values stay unresolved."""
+    """Yield path and content of every node with a `_target_` that is not null. Values stay unresolved."""
     if OmegaConf.is_config(node):
         node = OmegaConf.to_container(node, resolve=False)
     if isinstance(node, list):
@@ -211,7 +204,7 @@ def target_nodes(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any
 
 
 def _explain(recipe: Recipe, overrides: Sequence[str], error: Exception) -> str:
-    """Hydra's own message, with the near matches of the first override that is impossible."""
+    """Return Hydra's own message, with the near matches of the first override that is impossible."""
     if isinstance(error, RecursionError):
         again = _hiding(recipe) or " Look at the `defaults` of its files."
         return f"Recipe {recipe.name!r} cannot be composed: a file starts from itself.{again}"

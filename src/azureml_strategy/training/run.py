@@ -59,9 +59,7 @@ log = logging.getLogger(__name__)
 ARTIFACT = "config.yaml"
 
 # Sections that say where things are, or that may differ between the attempts of a job.
-_NO_HYPERPARAMETERS = (
-    *("output_dir", "resume", "global_batch", "tracking", "checkpoint", "profile", "head_space", "job"),
-)
+_NO_HYPERPARAMETERS = ("output_dir", "resume", "global_batch", "tracking", "checkpoint", "profile", "head_space", "job")
 # How long the processes that we started may take to end after this one failed. They may wait in a collective for it.
 _GRACE_SECONDS = 5.0
 
@@ -77,8 +75,7 @@ def page_name() -> str:
 def page_tags(command: str | None) -> dict[str, str]:
     """Tags of the run: recipe, overrides, command line and git commit. It asks git, so call it on one rank.
 
-    Args:
-        command: the command line that repeats the run; by default that of this process.
+    `command` repeats the run; None is that of this process.
     """
     if not HydraConfig.initialized():
         return {}
@@ -103,25 +100,19 @@ def config_text(recorded: dict[str, Any]) -> str:
 
 
 def hyperparameters(config: DictConfig) -> dict[str, Any]:
-    """The configuration as hyperparameters: resolved, without the sections that say only where things are.
+    """The configuration as hyperparameters: resolved, without the sections in `_NO_HYPERPARAMETERS`.
 
     A value from the environment stays as written in the configuration, `${oc.env:NAME}`. This form reproduces the run,
     and environment variables often hold secrets.
-
-    Args:
-        config: as composed; nothing in it needs to be resolved.
     """
     return _resolved(config, [str(name) for name in config if str(name) not in _NO_HYPERPARAMETERS])
 
 
 def keep_secrets(config: DictConfig) -> None:
-    """Remove the secrets in the configuration from all that this process prints and writes from now on.
+    """Remove the secrets in the running job's configuration from all that this process prints and writes from now on.
 
-    A secret is a value whose key has a secret's name. If Hydra has written the configuration of the running job to
-    files, the secrets are removed there too.
-
-    Args:
-        config: of the running job.
+    A secret is a value whose key has a secret's name. If Hydra has written the configuration to files, the secrets are
+    removed there too.
 
     Raises:
         OmegaConfBaseException: an interpolation cannot be resolved.
@@ -157,10 +148,7 @@ def _resolved(config: DictConfig, names: list[str]) -> dict[str, Any]:
 def _recorded(node: DictConfig | ListConfig, key: Any, variables: list[str]) -> Any:
     """Return the value of one key: resolved, unless that reads an environment variable.
 
-    Args:
-        node: holds the key.
-        key: of the value.
-        variables: the resolver `oc.env` appends the names of the variables that it reads.
+    The resolver `oc.env` appends to `variables` the names of those that it reads.
     """
     if OmegaConf.is_missing(node, key):
         return "???"
@@ -211,12 +199,18 @@ def train(config: DictConfig, command: str | None = None) -> dict[str, float]:
     for logger in trainer.loggers:
         if isinstance(logger, JobMLFlowLogger) and repeats:
             logger.continue_run()
-    with _own_processes(trainer), children_resume_from(chosen), _ended_record(trainer):
+    failed = True
+    with _own_processes(trainer), children_resume_from(chosen):
         try:
             trainer.fit(model, datamodule=data, ckpt_path=chosen)
+            failed = False
         except BaseException:
-            _say_where_checkpoints_are(trainer)
+            _log_checkpoint_folder(trainer)
             raise
+        finally:
+            for logger in trainer.loggers:
+                if isinstance(logger, JobWandbLogger):  # its run would stay open for the next run of a sweep
+                    logger.close(failed)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
@@ -233,19 +227,6 @@ def _begin_record(trainer: Trainer, config: DictConfig, command: str | None) -> 
         if isinstance(logger, JobMLFlowLogger):
             logger.log_text(config_text(_all_sections(config)), ARTIFACT)
         logger.log_hyperparams(params)
-
-
-@contextmanager
-def _ended_record(trainer: Trainer) -> Iterator[None]:
-    """End the runs that would otherwise stay open for the next run of a sweep."""
-    failed = True
-    try:
-        yield
-        failed = False
-    finally:
-        for logger in trainer.loggers:
-            if isinstance(logger, JobWandbLogger):
-                logger.close(failed)
 
 
 def _all_sections(config: DictConfig) -> dict[str, Any]:
@@ -284,10 +265,10 @@ def _trainer(config: DictConfig, chosen: Path | None, launch: Launch | None) -> 
         if "HYDRA_FULL_ERROR" in os.environ:
             raise
         raise RecipeError(f"Lightning's Trainer refuses what `trainer` says: {error}") from error
-    # A recipe says itself what is recorded, and where, and resumes.
-    own = (JobTracking, JobThroughput, RestartNotice)
+    # These are added to every Trainer of a job. A recipe says itself what is recorded, and where, and resumes.
+    added = (JobTracking, JobThroughput, RestartNotice)
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    trainer.callbacks = [each for each in callbacks if not isinstance(each, own)]  # type: ignore[attr-defined]
+    trainer.callbacks = [each for each in callbacks if not isinstance(each, added)]  # type: ignore[attr-defined]
     return trainer
 
 
@@ -324,11 +305,7 @@ def _announce(folder: str, launch: Launch | None) -> None:
 
 
 def speaks_for_all(launch: Launch | PartialLaunch | None) -> bool:
-    """Whether this process is rank 0, for use before there is a Trainer that knows.
-
-    Args:
-        launch: this process's place in the job; None outside a distributed job.
-    """
+    """Whether this process is rank 0, for use before there is a Trainer. `launch` is None outside a distributed job."""
     return launch.rank == 0 if launch is not None else os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -345,10 +322,10 @@ class _LogCheckpointFolder(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _say_where_checkpoints_are(trainer)
+        _log_checkpoint_folder(trainer)
 
 
-def _say_where_checkpoints_are(trainer: Trainer) -> None:
+def _log_checkpoint_folder(trainer: Trainer) -> None:
     saver = trainer.checkpoint_callback
     if isinstance(saver, ModelCheckpoint) and saver.last_model_path and trainer.is_global_zero:
         log.info("Checkpoints: %s", Path(str(saver.dirpath)).absolute())
@@ -372,10 +349,10 @@ def _own_processes(trainer: Trainer) -> Iterator[None]:
             if failed:
                 _end(processes)
             if dist.is_initialized():
-                own_process_group()  # whichever strategy has made it
+                own_process_group()  # so that it ends, whichever strategy has made it
                 note_failure(failed)
                 end_process_group()
-            for name in os.environ.keys() - environ.keys():  # other threads find the rest there all the time
+            for name in os.environ.keys() - environ.keys():  # not all at once: other threads read the rest meanwhile
                 del os.environ[name]
             os.environ.update(environ)
 
@@ -383,10 +360,10 @@ def _own_processes(trainer: Trainer) -> Iterator[None]:
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
     """End the processes that this failed process has started.
 
-    Lightning would kill this process too as soon as one of them fails, so clear the list that its observer reads first.
+    Lightning's observer of the same list kills this process as soon as one of them fails, so clear the list first.
     """
     ending = list(processes)
-    processes.clear()  # Lightning's observer has the same list
+    processes.clear()
     for process in ending:
         try:
             process.wait(_GRACE_SECONDS)

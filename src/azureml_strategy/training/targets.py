@@ -48,10 +48,8 @@ def own_modules(folder: str | None) -> Iterator[None]:
 
     Both folders go to the end of the path. At its front, where Python puts the folder of a script, a file `random.py`
     or `data.py` would replace Python's module or that of an installed package in every process of the run. Processes
-    that multiprocessing starts inherit this path; ranks get it because they run the same command.
-
-    Args:
-        folder: the folder of the recipe; None for a shipped one.
+    that multiprocessing starts inherit this path; ranks get it because they run the same command. `folder` is that of
+    the recipe; None for a shipped one.
     """
     added = [each for each in dict.fromkeys((folder, os.getcwd())) if each is not None and each not in sys.path]
     sys.path.extend(added)
@@ -101,24 +99,24 @@ def refuse_missing(place: str, target: str) -> None:
         )
 
 
-def taken_by(target: Any) -> set[str] | None:
-    """The names of the arguments that a class or function takes; None if it takes any."""
+def parameters_of(target: Any) -> list[inspect.Parameter] | None:
+    """The parameters of a class or function; None if it has no signature, as some functions written in C."""
     try:
-        parameters = inspect.signature(target).parameters
-    except (TypeError, ValueError):  # some functions written in C have no signature
+        return list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):
         return None
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+
+
+def taken_by(target: Any) -> set[str] | None:
+    """The names of the arguments that a class or function takes; None if it takes any, or has no signature."""
+    parameters = parameters_of(target)
+    if parameters is None or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         return None
-    return set(parameters)
+    return {each.name for each in parameters}
 
 
 def lies_in(folder: str, target: str) -> bool:
-    """Whether a dotted path names a module of this folder, and not an installed one. Nothing is imported.
-
-    Args:
-        folder: the folder to look in.
-        target: a dotted path.
-    """
+    """Whether a dotted path names a module of this folder, and not an installed one. Nothing is imported."""
     top = target.split(".")[0]
     own = {Path(folder).absolute() / top / "__init__.py", Path(folder).absolute() / f"{top}.py"}
     if not any(each.is_file() for each in own):
@@ -220,8 +218,7 @@ def drop_keys_of_old_targets(config: DictConfig) -> None:
     check of the configuration refuses it. A class that takes any keyword is judged by the arguments that its base
     classes name. A function that takes any keyword keeps all keys.
 
-    Args:
-        config: composed by Hydra's running application, changed in place. Any other configuration is left as it is.
+    The configuration is changed in place if Hydra's running application has composed it. Any other is left as it is.
 
     Raises:
         RecipeError: there is no such target.
@@ -278,7 +275,7 @@ def _log_on_rank_0(line: str) -> None:
     log.info(line)
 
 
-# The last result of `written_keys`, and its job of Hydra's: to find it takes as long as composing the recipe.
+# Hydra's job and the result of `written_keys` for it: to find that takes as long as composing the recipe.
 _last: tuple[object, Written] | None = None
 
 
@@ -357,9 +354,9 @@ def make(place: str, node: Any, **settings: Any) -> Any:
 def loggers_and_callbacks(config: DictConfig) -> tuple[list[Logger], list[Callback]]:
     """Build the loggers and callbacks of a recipe's sections, in the order of `_CALLBACKS`.
 
-    Each section is one object, or a mapping or list of objects, mappings and lists; `null` leaves one out, and so does
-    `_target_: null`, whatever keys are beside it. Any object under `tracking` that is a logger is used as one, whatever
-    its key. A run that measures its head-space writes no checkpoints.
+    Each section is one object, or a mapping or list of objects, mappings and lists. `null` leaves one out, and so does
+    `_target_: null`, whatever keys are beside it. Any logger under `tracking` is used, whatever its key. A run that
+    measures its head-space writes no checkpoints.
 
     Raises:
         RecipeError: a section makes something else.

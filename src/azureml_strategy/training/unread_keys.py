@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from azureml_strategy.training.checks import target_nodes
-from azureml_strategy.training.targets import HYDRA_OWN, locate, taken_by
+from azureml_strategy.training.targets import HYDRA_OWN, locate, parameters_of, taken_by
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def _misspelt_keywords(config: DictConfig) -> Iterator[str]:
 
 
 def _nearest(name: str, named: set[str]) -> str:
-    """Return the argument with nearly this name; one with another number, such as beta2 for beta1, is not meant."""
+    """Return the argument with nearly this name; none that differs in numbers alone, as beta2 does from beta1."""
     plain = re.sub(r"\d", "", name)
     others = [each for each in sorted(named) if re.sub(r"\d", "", each) != plain]
     return next(iter(get_close_matches(name, others, n=1, cutoff=_NEAR)), "")
@@ -96,13 +96,6 @@ def _named(target: Any) -> set[str]:
         each.name
         for function in functions
         if inspect.isroutine(function) or function is target
-        for each in _parameters(function)
+        for each in parameters_of(function) or ()
         if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
     }
-
-
-def _parameters(function: Any) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some functions written in C have no signature
-        return []
