@@ -6,7 +6,7 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
 
-from azureml_strategy.checkpoint.job_checkpoint import log_pending, pending_metrics
+from azureml_strategy.checkpoint.metric_state import log_pending, pending_metrics
 
 
 class _Keeps(Logger):

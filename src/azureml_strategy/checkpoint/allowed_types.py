@@ -21,6 +21,7 @@ from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
+from operator import attrgetter
 from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -34,23 +35,20 @@ from torch.optim.lr_scheduler import LRScheduler
 Encoded = list[Any]
 """The name of a kind, and its content."""
 PLAIN = frozenset((type(None), bool, float, complex, str, bytes, bytearray, nn.Parameter, Tensor))
-"""Types that torch's weights-only unpickler takes with any value. `int` is not one: it depends on the value."""
-
-# How many values of a run, and of one container, are looked through for functions and classes: lists of samples have
-# millions, and may not hide what else there is.
+PLAIN |= {torch.Size, torch.device, torch.dtype, torch.layout}
+"""Types that torch's weights-only unpickler takes with any value. An `int` it takes only up to a size."""
+# How many values of a run, and of one container, are searched for functions and classes. A list of samples may have
+# millions of values, which must not use up the search.
 _MOST_VALUES, _MOST_OF_ONE = 100_000, 1_000
-# Values of these libraries lead to the whole Trainer, and their classes are no user's.
+# Objects of these libraries are not searched: they refer to the whole Trainer, and their classes are not the user's.
 _NOT_ENTERED = ("lightning", "pytorch_lightning", "torch", "azureml_strategy")
-# Those that hold others of their kind.
+# Types whose objects hold others of the same type; torch's own are searched too.
 _TREES = (nn.Module, LRScheduler)
 _FUNCTIONS = frozenset((abs, len, max, min, round, sum))
-
-
-PLAIN |= {torch.Size, torch.device, torch.dtype, torch.layout}
 SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 MAPPINGS: dict[str, type] = {"dict": dict, "ordered dict": OrderedDict, "counter": Counter}
 REFERENCES = (types.FunctionType, types.BuiltinFunctionType, np.ufunc)
-"""Types of values that are kept by name, besides classes."""
+"""Types of values that are written by name, as classes are."""
 # Methods of a class that pickle or the interpreter would call when an object is made or deleted.
 _HOOKS = ("__reduce__", "__reduce_ex__", "__setstate__", "__getnewargs__", "__getnewargs_ex__", "__del__")
 
@@ -88,7 +86,7 @@ class Kind:
 
     Args:
         name: the name in a file.
-        parts: takes a value apart; the parts may hold values of other kinds.
+        parts: takes a value apart. The parts may hold values of other kinds.
         whole: makes a value from its parts. It runs only code of the standard library, numpy and torch.
     """
 
@@ -98,11 +96,8 @@ class Kind:
 
 
 _BIT_GENERATORS: dict[str, Callable[[], Any]] = {
-    "PCG64": np.random.PCG64,
-    "PCG64DXSM": np.random.PCG64DXSM,
-    "MT19937": np.random.MT19937,
-    "Philox": np.random.Philox,
-    "SFC64": np.random.SFC64,
+    kind.__name__: kind
+    for kind in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
 }
 
 
@@ -130,16 +125,10 @@ def _torch_generator(device: str, state: Tensor) -> torch.Generator:
     return made
 
 
-def _date_parts(value: date) -> tuple[Any, ...]:
-    return value.year, value.month, value.day
-
-
-def _time_parts(value: Any) -> tuple[Any, ...]:
-    return value.hour, value.minute, value.second, value.microsecond, value.tzinfo
-
-
-def _range_parts(value: Any) -> tuple[Any, ...]:
-    return value.start, value.stop, value.step
+# Each takes the parts of a value out of its attributes.
+_date_parts = attrgetter("year", "month", "day")
+_time_parts = attrgetter("hour", "minute", "second", "microsecond", "tzinfo")
+_range_parts = attrgetter("start", "stop", "step")
 
 
 def _zone(key: str | None) -> ZoneInfo:
@@ -169,13 +158,13 @@ KINDS: dict[type, Kind] = {
     time: Kind(
         "time", lambda value: (_time_parts(value), value.fold), lambda parts: time(*parts[0]).replace(fold=parts[1])
     ),
-    timedelta: Kind("timedelta", lambda value: (value.days, value.seconds, value.microseconds), _of(timedelta)),
+    timedelta: Kind("timedelta", attrgetter("days", "seconds", "microseconds"), _of(timedelta)),
     timezone: Kind("timezone", lambda value: value.__getinitargs__(), _of(timezone)),
-    ZoneInfo: Kind("zone", lambda value: value.key, _zone),
+    ZoneInfo: Kind("zone", attrgetter("key"), _zone),
     Decimal: Kind("decimal", str, Decimal),
-    Fraction: Kind("fraction", lambda value: (value.numerator, value.denominator), _of(Fraction)),
-    uuid.UUID: Kind("uuid", lambda value: value.hex, uuid.UUID),
-    re.Pattern: Kind("pattern", lambda value: (value.pattern, value.flags), _of(re.compile)),
+    Fraction: Kind("fraction", attrgetter("numerator", "denominator"), _of(Fraction)),
+    uuid.UUID: Kind("uuid", attrgetter("hex"), uuid.UUID),
+    re.Pattern: Kind("pattern", attrgetter("pattern", "flags"), _of(re.compile)),
     deque: Kind("deque", lambda value: (list(value), value.maxlen), _of(deque)),
     defaultdict: Kind("defaultdict", lambda value: (value.default_factory, dict(value)), _of(defaultdict)),
     types.SimpleNamespace: Kind(
@@ -183,17 +172,13 @@ KINDS: dict[type, Kind] = {
     ),
     random.Random: Kind("random", random.Random.getstate, _python_random),
     np.random.Generator: Kind(
-        "numpy generator",
-        lambda value: value.bit_generator.state,
-        lambda state: np.random.Generator(_bit_generator(state)),
+        "numpy generator", attrgetter("bit_generator.state"), lambda state: np.random.Generator(_bit_generator(state))
     ),
     np.random.RandomState: Kind("numpy random state", lambda value: value.get_state(legacy=False), _numpy_random_state),
     torch.Generator: Kind(
         "torch generator", lambda value: (str(value.device), value.get_state()), _of(_torch_generator)
     ),
 }
-
-
 _CLASSES = frozenset(
     (*PLAIN, *KINDS, list, tuple, dict, set, frozenset, OrderedDict, Counter, deque, object, Namespace)
 )
@@ -225,10 +210,10 @@ class Names:
     """Finds the functions and classes that a checkpoint names, and refuses those that it may not name.
 
     Args:
-        run: objects that are there already, such as the module, the data module and the callbacks. Functions and
-            classes that they hold may be named, and so may those of torch's that only compute.
+        run: objects that exist already, such as the module, the data module and the callbacks. Functions and classes
+            that they hold may be named, and so may those of torch's that only compute.
         trusted: take any function and any class.
-        imports: import the modules of trusted names; without it, only modules count that are there.
+        imports: import the modules of trusted names. Without it, only imported modules count.
     """
 
     def __init__(self, run: Collection[object] = (), *, trusted: bool = False, imports: bool = True) -> None:
@@ -251,9 +236,9 @@ class Names:
         return found
 
     def data_class(self, module: str, name: str) -> type:
-        """Find a class to make an object of by its fields, or to take a member of.
+        """Find a class whose object is made by its fields, or whose member is taken.
 
-        Classes are accepted that only hold data, and those in the modules of the run's own classes.
+        Classes that only hold data are accepted, and those in the modules of the run's own classes.
 
         Raises:
             NameRefusedError: it may not be named.
@@ -296,7 +281,7 @@ class Names:
 
 
 def _without_code(module: str, name: str) -> Any:
-    """What a name stands for, found without a `__getattr__` or a property."""
+    """What a name refers to, found without a call of `__getattr__` or a property."""
     found: Any = sys.modules[module]
     for part in name.split("."):
         try:
@@ -346,7 +331,7 @@ def _holds_data_only(kind: type) -> bool:
 def _same(held: functools.partial[Any], made: functools.partial[Any]) -> bool:
     if held.func is not made.func:
         return False
-    return repr((held.args, held.keywords)) == repr((made.args, made.keywords))  # the held one is taken, in any case
+    return repr((held.args, held.keywords)) == repr((made.args, made.keywords))  # a text is enough: `held` is taken
 
 
 def _values(run: Iterable[object]) -> Iterator[Any]:
@@ -369,7 +354,7 @@ def _values(run: Iterable[object]) -> Iterator[Any]:
         elif isinstance(each, (list, tuple, set, frozenset, deque)):
             left += itertools.islice(each, _MOST_OF_ONE)
             yield from () if kind.__module__ == "builtins" else (kind,)
-        elif isinstance(each, _TREES):  # torch's own hold those of users
+        elif isinstance(each, _TREES):  # torch's own, such as a Sequential, hold those of users
             yield from (kind,) if _is_entered(kind) else ()
             left += _fields(each)
         elif isinstance(each, Enum) or (is_fields_only(kind) and _is_entered(kind) and not isinstance(each, Tensor)):

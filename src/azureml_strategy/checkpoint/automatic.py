@@ -11,11 +11,11 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from azureml_strategy.checkpoint.fit_resume import FitResume, searches_only, this_process
+from azureml_strategy.checkpoint.builtin_callbacks import callbacks_of
+from azureml_strategy.checkpoint.fit_resume import FitResume, finders, searches_only, this_process
 from azureml_strategy.checkpoint.job_checkpoint import JobCheckpoint
 from azureml_strategy.checkpoint.resume import ANY, AUTO, NEVER, ResumeError
 from azureml_strategy.checkpoint.serialization import UnsavableStateError
@@ -41,10 +41,7 @@ class AutomaticCheckpoint(IsolatedCallback):
 
     So the Trainer's list of callbacks is the script's own before and after. A fit gets none if it has a `JobCheckpoint`
     already, if its Trainer has `enable_checkpointing=False` or `fast_dev_run`, if it is one of Lightning's Tuner or
-    searches by itself, or if one process of several trains alone.
-
-    Args:
-        resume: `auto`, `any` or `never`, as in `JobCheckpoint`.
+    searches by itself, or if one process of several trains alone. `resume` is `auto`, `any` or `never`.
     """
 
     switch = CHECKPOINT_SWITCH
@@ -57,8 +54,8 @@ class AutomaticCheckpoint(IsolatedCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._take_away(trainer)  # a fit that failed early may have left one
         if stage == "fit" and self._is_wanted(trainer):
-            # Lightning is going through this very list, and calls its `setup` last.
-            _callbacks(trainer).append(ForgivingCheckpoint(self._resume, self._process))
+            # Lightning iterates over this very list, and calls the `setup` of the new callback last.
+            trainer.callbacks.append(ForgivingCheckpoint(self._resume, self._process))  # type: ignore[attr-defined]
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -75,17 +72,16 @@ class AutomaticCheckpoint(IsolatedCallback):
         alone = dist.is_available() and dist.is_initialized() and dist.get_world_size() != trainer.world_size
         if alone or searches_only(trainer):
             return False
-        for each in _callbacks(trainer):
-            if isinstance(each, (LearningRateFinder, BatchSizeFinder)):
-                _warn(trainer, f"A fit with a {type(each).__name__} cannot be resumed. {_WITHOUT}")
-                return False
+        for each in finders(trainer):
+            _warn(trainer, f"A fit with a {type(each).__name__} cannot be resumed. {_WITHOUT}")
+            return False
         return True
 
     def _take_away(self, trainer: Trainer) -> None:
-        """Make a new list: Lightning may be going through the old one, whose callbacks have yet to be called."""
-        left = [each for each in _callbacks(trainer) if not isinstance(each, ForgivingCheckpoint)]
-        if len(left) < len(_callbacks(trainer)):
-            trainer.callbacks = left  # type: ignore[attr-defined]
+        """Make a new list, because Lightning may be iterating over the old one, whose callbacks must all be called."""
+        if callbacks_of(trainer, ForgivingCheckpoint):
+            callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+            trainer.callbacks = [each for each in callbacks if not isinstance(each, ForgivingCheckpoint)]  # type: ignore[attr-defined]
 
 
 class RestartNotice(IsolatedCallback):
@@ -120,7 +116,7 @@ class RestartNotice(IsolatedCallback):
         )
 
 
-# The attempts that `RestartNotice` has spoken of in this process.
+# The attempts that `RestartNotice` has warned of in this process.
 _noticed: list[int] = []
 
 
@@ -142,14 +138,12 @@ class ForgivingCheckpoint(JobCheckpoint):
 
     Checkpoints are written at intervals of time, when the ranks are stopped, and at the end of a fit; not after epochs,
     as the script's own ModelCheckpoint does. Nothing changes for the script: the checkpoints that it writes itself are
-    those of Lightning, and loggers are not told of ours.
+    Lightning's, and loggers do not learn of ours.
 
-    Only a resume that fails ends the training: to begin anew would lose what this job has trained, and a half restored
+    Only a resume that fails ends the training. To begin anew would lose what this job has trained, and a half restored
     state must not be trained on. Other jobs' checkpoints are passed over, and damaged ones are left out.
 
-    Args:
-        resume: `auto`, `any` or `never`, as in `JobCheckpoint`.
-        process: `this_process()` of the script; by default, of this process.
+    `process` is `this_process()` of the script, and by default of this process.
     """
 
     def __init__(self, resume: str, process: str | None = None) -> None:
@@ -209,7 +203,7 @@ class ForgivingCheckpoint(JobCheckpoint):
 
     @override
     def _replace_checkpoint_io(self, strategy: Strategy) -> None:
-        """Leave the strategy's: the script's own checkpoints are written by it."""
+        """Leave the strategy its own, which writes the script's checkpoints."""
 
     @override
     def _read_context(self, strategy: Strategy) -> AbstractContextManager[None]:
@@ -223,7 +217,7 @@ class ForgivingCheckpoint(JobCheckpoint):
     def _on_all_ranks(self, trainer: Trainer, action: Callable[[], None]) -> None:
         """Act on all ranks. If any fails, all give up, with one warning.
 
-        A rank that fails takes part in exactly one more gather: that in which the others wait, within the action or
+        A rank that fails takes part in exactly one more gather, the one in which the others wait, within the action or
         after it.
         """
         if self._given_up:
@@ -232,7 +226,7 @@ class ForgivingCheckpoint(JobCheckpoint):
         try:
             action()
         except ResumeError:
-            raise  # on all ranks, as is the next
+            raise  # raised on all ranks, as the next ones are
         except (RankFaultError, UnsavableStateError) as known:
             self._give_up(trainer, str(known))
             return
@@ -253,17 +247,13 @@ class ForgivingCheckpoint(JobCheckpoint):
 
 @contextmanager
 def _own_io(checkpoint: JobCheckpoint, strategy: Strategy) -> Iterator[None]:
-    """Have the strategy write and read by our CheckpointIO inside the context, unless the user gave one."""
+    """Have the strategy write and read by our CheckpointIO inside the context, unless the user gave it one."""
     before = checkpoint_io(strategy)
     JobCheckpoint._replace_checkpoint_io(checkpoint, strategy)
     try:
         yield
     finally:
         set_checkpoint_io(strategy, before)
-
-
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
 
 
 def _warn(trainer: Trainer, words: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -40,25 +40,20 @@ from azureml_strategy.lightning_internals import (
     training_loaders,
 )
 
+Kind = TypeVar("Kind")
 # Packages whose hooks are known and whose state is kept.
 _KNOWN = ("lightning.", "azureml_strategy.")
 _warned = WarningCache()
 
 
 def save(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Collect the state that Lightning leaves out. Call it between two steps.
+    """Collect the state that Lightning leaves out of its checkpoint, for `restore`. Call it between two steps.
 
-    Args:
-        trainer: in training.
-        checkpoint: Lightning's. For a pruned module, its weights are replaced by the masked weights, under their usual
-            names.
-
-    Returns:
-        The state that `restore` takes.
+    For a pruned module, the checkpoint's weights are replaced by the masked weights, under their usual names.
     """
     module = trainer.lightning_module
     pruned = {}
-    if any(isinstance(each, ModelPruning) for each in _callbacks(trainer)):
+    if callbacks_of(trainer, ModelPruning):
         pruned = {
             path: {"orig": getattr(layer, f"{name}_orig").detach(), "mask": getattr(layer, f"{name}_mask")}
             for path, layer, name in _pruned(module)
@@ -68,7 +63,7 @@ def save(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
         kept = {name: value for name, value in checkpoint["state_dict"].items() if name not in parts}
         checkpoint["state_dict"] = kept | masked
     return {
-        "stopped": trainer.should_stop and not any(_time_is_up(each) for each in _callbacks(trainer)),
+        "stopped": trainer.should_stop and not any(map(_time_is_up, callbacks_of(trainer, Timer))),
         "frozen": [name for name, each in module.named_parameters() if not each.requires_grad],
         "untracked": [name for name, each in _batch_norms(module) if not each.track_running_stats],
         "pruned": pruned,
@@ -76,7 +71,7 @@ def save(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def stop_again(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Stop a resumed training that was stopped early: restarting its job must not train it further."""
+    """Stop a resumed training that was stopped early. A restart of its job must not train it further."""
     if not state["stopped"]:
         return
     trainer.should_stop = True
@@ -88,13 +83,10 @@ def stop_again(trainer: Trainer, state: dict[str, Any]) -> None:
 
 
 def restore(trainer: Trainer, state: dict[str, Any], within_epoch: bool) -> None:
-    """Restore the state, after all hooks before the next step have been called.
+    """Restore what `save` returned, after all hooks before the next step have been called.
 
-    Args:
-        trainer: in a resumed `fit`, after Lightning has restored its own state.
-        state: what `save` returned.
-        within_epoch: whether the next step is not the first of its epoch, so that Lightning does not call
-            `on_train_epoch_start`.
+    `within_epoch` tells whether that step is not the first of its epoch, so that Lightning does not call
+    `on_train_epoch_start`.
     """
     module = trainer.lightning_module
     for path, values in state["pruned"].items():
@@ -105,7 +97,7 @@ def restore(trainer: Trainer, state: dict[str, Any], within_epoch: bool) -> None
         parameter.requires_grad_(name.removesuffix("_orig") not in frozen)
     for name, layer in _batch_norms(module):
         layer.track_running_stats = name not in state["untracked"]
-    for callback in _callbacks(trainer):
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler) and within_epoch:
             callback.on_train_epoch_start(trainer, module)
         if isinstance(callback, StochasticWeightAveraging):
@@ -120,7 +112,7 @@ def _restart_averaging(trainer: Trainer, callback: StochasticWeightAveraging) ->
     Lightning would create it only at the start of the next epoch, and not at all if that is the epoch for BatchNorm.
     Creating the scheduler sets learning rates, so the checkpoint's rates are put back.
     """
-    # on_train_end reads this. In a training that is already complete, only a previous process has set it.
+    # on_train_end reads this. If the training is complete already, only a previous process has set it.
     set_accumulation(callback, trainer.accumulate_grad_batches)
     epoch = epoch_of_last_average(callback)
     if epoch is None:
@@ -170,23 +162,19 @@ def _batch_norms(module: LightningModule) -> Iterator[tuple[str, Any]]:
             yield name, layer
 
 
-def _time_is_up(callback: Callback) -> bool:
-    """Tell whether a Timer has stopped the training. It decides again after a restart, as its time may be extended."""
-    left = callback.time_remaining() if isinstance(callback, Timer) else None
+def _time_is_up(timer: Timer) -> bool:
+    """Whether a Timer has stopped the training. After a restart it decides again, because its time may be extended."""
+    left = timer.time_remaining()
     return left is not None and left <= 0
 
 
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks
+def callbacks_of(trainer: Trainer, *kinds: type[Kind]) -> list[Kind]:
+    """The Trainer's callbacks of some classes, in their order."""
+    return [each for each in trainer.callbacks if isinstance(each, kinds)]  # type: ignore[attr-defined]
 
 
 def warn_of_what_is_lost(trainer: Trainer) -> None:
-    """Warn once, on rank 0, if a restart cannot repeat this training exactly.
-
-    Args:
-        trainer: about to train, with its loaders made.
-    """
+    """Warn once, on rank 0, if a restart cannot repeat this training exactly. Call it when the loaders are made."""
     reasons = [*_reasons_in_loaders(trainer), *_reasons_in_hooks(trainer), *_reasons_in_ddp(trainer)]
     if reasons:
         listed = "".join(f"\n- {each}" for each in reasons)
@@ -196,10 +184,7 @@ def warn_of_what_is_lost(trainer: Trainer) -> None:
 def warn_of_ranks_apart(trainer: Trainer) -> None:
     """Warn on rank 0 if ReduceLROnPlateau follows different values on different ranks.
 
-    This is known only once there are values, not at the start. It is a collective if the Trainer has such a scheduler.
-
-    Args:
-        trainer: in training.
+    This is known only when there are values. It is a collective if the Trainer has such a scheduler.
     """
     scheduled = [(each.monitor, each.scheduler) for each in trainer.lr_scheduler_configs]
     followed = [(name, each) for name, each in scheduled if isinstance(each, ReduceLROnPlateau)]
@@ -228,7 +213,7 @@ def _reasons_in_loaders(trainer: Trainer) -> Iterator[str]:
                 f"the workers of {type(loader).__name__}(persistent_workers=True) go on with random numbers of the "
                 "epoch before, which a new process does not have. Where transforms draw any, leave it False."
             )
-        # a ResumableLoader, which this package must not import, skips the samples that were read
+        # A ResumableLoader, which this package must not import, skips the samples that were read.
         skips = isinstance(loader, DataLoader) and isinstance(loader, Stateful) and _is_ours(loader)
         if skips and loader.num_workers > 0 and not _is_ours(loader.dataset):
             yield (
@@ -244,8 +229,8 @@ def _is_ours(part: Any) -> bool:
 
 def _reasons_in_hooks(trainer: Trainer) -> Iterator[str]:
     """Report `on_train_epoch_start` hooks: Lightning does not repeat them in an epoch that another process began."""
-    owners = [(trainer.lightning_module, LightningModule), *((each, Callback) for each in _callbacks(trainer))]
-    for owner, base in owners:
+    callbacks = ((each, Callback) for each in trainer.callbacks)  # type: ignore[attr-defined]
+    for owner, base in ((trainer.lightning_module, LightningModule), *callbacks):
         known = type(owner).__module__.startswith(_KNOWN)
         if not known and is_overridden("on_train_epoch_start", owner, base):
             yield (
@@ -263,7 +248,7 @@ def _reasons_in_ddp(trainer: Trainer) -> Iterator[str]:
             "what it has not sent, and sends its first steps exactly; gradient_compression='bf16' has no state."
         )
     sorts = isinstance(strategy, DDPStrategy) and not finds_unused_parameters(strategy)
-    # Local SGD has it for its warm-up and inside a node only.
+    # Local SGD has a DistributedDataParallel for its warm-up, and inside a node.
     ranks = strategy.model.process_group.size() if isinstance(strategy.model, DistributedDataParallel) else 1
     if sorts and ranks > 2:
         yield (

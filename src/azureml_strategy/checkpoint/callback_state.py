@@ -27,14 +27,10 @@ Broadcast = Callable[[tuple[int, bool]], tuple[int, bool]]
 
 
 def states_of_ranks(trainer: Trainer, checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
-    """Collect the states that differ between ranks; a collective.
-
-    Args:
-        trainer: in training.
-        checkpoint: Lightning's, of this rank.
+    """Collect the states that differ between ranks from Lightning's checkpoint of each rank; a collective.
 
     Returns:
-        Those of each rank with their tensors on the host, in the order of ranks; an empty list if nothing differs.
+        The states of each rank, in the order of ranks, with tensors on the host; an empty list if nothing differs.
     """
     if trainer.world_size == 1:
         return []
@@ -45,17 +41,14 @@ def states_of_ranks(trainer: Trainer, checkpoint: dict[str, Any]) -> list[dict[s
 
 
 def restore_states(trainer: Trainer, checkpoint: dict[str, Any], states: dict[str, Any]) -> None:
-    """Put the states of this rank in the place of rank 0's, before Lightning gives them to the callbacks.
+    """Replace rank 0's states in a loaded checkpoint by those of this rank, from `states_of_ranks`.
 
-    Args:
-        trainer: in a resumed `fit`.
-        checkpoint: as it was read.
-        states: what `states_of_ranks` has of this rank.
+    Call it before Lightning gives the states to the callbacks.
     """
     for key, state in states.items():
         if key == _DATA:
             if _data_key(trainer) in checkpoint:
-                trainer.datamodule.load_state_dict(state)  # type: ignore[attr-defined] # after rank 0's
+                trainer.datamodule.load_state_dict(state)  # type: ignore[attr-defined] # Lightning has loaded rank 0's
         else:
             checkpoint.setdefault(_CALLBACKS, {})[key.removeprefix(f"{_CALLBACKS}/")] = state
 
@@ -100,33 +93,28 @@ class _SmallPickler(TensorPickler):
 
 
 def _small_states(trainer: Trainer, checkpoint: dict[str, Any]) -> Iterator[tuple[str, _State]]:
+    """Yield the states that can be compared: none that is large, is sharded over ranks, or cannot be pickled."""
     states = {f"{_CALLBACKS}/{key}": state for key, state in checkpoint.get(_CALLBACKS, {}).items()}
     data = _data_key(trainer)
     if data in checkpoint:
         states[_DATA] = checkpoint[data]
     left = _MOST_BYTES
     for key, state in states.items():
-        small = _small(state, left)
-        if small is not None:
-            left -= len(small.structure) + sum(each.nbytes for each in small.tensors)
+        file = io.BytesIO()
+        pickler = _SmallPickler(file, left)
+        try:
+            pickler.dump(state)
+        except Exception:  # a user's type may raise anything, and does so again when the checkpoint is written
+            continue
+        small = _State(file.getvalue(), pickler.tensors)
+        size = len(small.structure) + sum(each.nbytes for each in small.tensors)
+        if size <= left and not any(each.is_meta for each in small.tensors):
+            left -= size
             yield key, small
 
 
-def _small(state: Any, most_bytes: int) -> _State | None:
-    """Pickle a state without its tensors; None if it is large, is sharded over ranks, or cannot be pickled."""
-    file = io.BytesIO()
-    pickler = _SmallPickler(file, most_bytes)
-    try:
-        pickler.dump(state)
-    except Exception:  # whatever a user's type raises: what writes the checkpoint says so
-        return None
-    structure = file.getvalue()
-    small = len(structure) + sum(each.nbytes for each in pickler.tensors) <= most_bytes
-    return _State(structure, pickler.tensors) if small and not any(each.is_meta for each in pickler.tensors) else None
-
-
 def _data_key(trainer: Trainer) -> str | None:
-    """Under which key Lightning saves the state of the data module."""
+    """The key under which Lightning saves the state of the data module; None without one."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     return None if data is None else type(data).__qualname__
 
@@ -134,11 +122,9 @@ def _data_key(trainer: Trainer) -> str | None:
 class SharedTimer:
     """Measures an interval of time on rank 0, and shares the result with all ranks by a few collectives.
 
-    Clocks differ between ranks, so rank 0 must decide. It does not broadcast at each batch: from the duration of the
-    batches so far, it says after how many batches half of the remaining time will be over. No rank asks before.
-
-    Args:
-        interval_s: seconds.
+    Clocks differ between ranks, so rank 0 must decide. It does not broadcast at each batch. From the duration of the
+    batches so far, it computes after how many batches half of the remaining time will be over, and the ranks ask again
+    only then.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -152,11 +138,7 @@ class SharedTimer:
         self._ask_at = 1
 
     def due(self, broadcast: Broadcast) -> bool:
-        """Count a batch, and tell whether the interval is over.
-
-        Args:
-            broadcast: returns rank 0's value on every rank.
-        """
+        """Count a batch, and tell whether the interval is over. `broadcast` returns rank 0's value on every rank."""
         self._batches += 1
         if self._batches < self._ask_at:
             return False

@@ -37,10 +37,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     Args:
         plain: convert what torch's weights-only unpickler refuses to plain form, and refuse to write what a restart
-            could not load. Set False for a strategy that does not read its files through this class: it could not
-            convert them back.
+            could not load. Set it to False for a strategy that does not read its files through this class, as it could
+            not convert them back.
         strategy: the strategy that reads through this class. A file may name the functions and classes that its run
-            holds. One of our strategies restores by itself what it reads.
+            holds. Our own strategies restore by themselves what they read.
     """
 
     plain = True  # default for subclasses of users whose `__init__` does not set it
@@ -59,14 +59,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self.write(checkpoint, Path(path))
 
     def write(self, checkpoint: dict[str, Any], target: Path) -> StoredFile:
-        """Write a file atomically: afterwards it is complete, or it does not exist.
-
-        Args:
-            checkpoint: the content, already in plain form if it should be.
-            target: path of the file.
+        """Write a file atomically, with content that is in plain form already if it should be.
 
         Returns:
-            Size and checksum of the bytes that were handed to the disk.
+            Size and checksum of the bytes that were written.
 
         Raises:
             OSError: the disk fails or is full.
@@ -84,7 +80,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 os.fsync(file.fileno())
             os.replace(part, target)
         except BaseException:
-            part.unlink(missing_ok=True)  # do not keep a full disk full
+            part.unlink(missing_ok=True)  # the disk may be full
             raise
         sync_folder(target.parent)
         return StoredFile(summed.size, summed.crc32)
@@ -120,19 +116,12 @@ class _ChecksumWriter:
 
 
 def reads_through_io(strategy: Strategy) -> bool:
-    """Tell whether a strategy can read back plain-form entries.
-
-    It can if its CheckpointIO reads single files, or if it converts the entries back itself.
-    """
+    """Whether a strategy can read back entries in plain form: by its CheckpointIO of single files, or by itself."""
     return type(strategy).load_checkpoint is Strategy.load_checkpoint or isinstance(strategy, PlainDataStrategy)
 
 
 def make_plain(strategy: Strategy, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Add the strategy's own entries, and convert to plain form what our CheckpointIO will write; a collective.
-
-    Args:
-        strategy: the Trainer's.
-        checkpoint: this rank's content, as Lightning gives it to `save_checkpoint`.
 
     Raises:
         UnsavableStateError: on all ranks, if a rank has something that a restart could not restore.
@@ -156,10 +145,6 @@ def make_plain(strategy: Strategy, checkpoint: dict[str, Any]) -> dict[str, Any]
 
 def stage(strategy: Strategy, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
     """Collect what this rank writes; a collective.
-
-    Args:
-        strategy: the Trainer's.
-        checkpoint: as Lightning gives it to `save_checkpoint`.
 
     Returns:
         The content to copy, and a function that writes the copy; None if the strategy can only write at once.

@@ -15,8 +15,8 @@ from azureml_strategy.checkpoint.formats import FORMATS, PIPELINE, ZERO, Checkpo
 from azureml_strategy.checkpoint.module_record import MODULE, merged
 from azureml_strategy.checkpoint.serialization import HUGGING_FACE, MOVED, UnsavableStateError, to_plain
 
-# Entries of the training, which belong to a layout and a number of processes. All others are kept:
-# `LightningModule.load_from_checkpoint` reads them, or a hook of the user's wrote them and another hook reads them.
+# Entries of the training, which belong to a layout and a number of processes. All others are kept, because
+# `LightningModule.load_from_checkpoint` reads them, or because hooks of the user's write and read them.
 _OF_LIGHTNING = (
     *("loops", "callbacks", "optimizer_states", "lr_schedulers", "native_amp_scaling_state"),
     *("MixedPrecision", "FSDPPrecision"),
@@ -65,14 +65,11 @@ def read_whole(
 ) -> dict[str, Any]:
     """Read what `consolidate` writes: weights and all entries that are not of the training alone, in plain form.
 
-    Args:
-        checkpoint, trust_pickles, overrides: as for `consolidate`.
-
     Raises:
         CheckpointFormatError: the layout is not known, reading would run code, or an entry has no plain form.
     """
     layout = checkpoint_format(checkpoint)
-    # In any other layout, an entry of such a name is one that a hook of the user's has added.
+    # In any other layout, a hook of the user's has added an entry with a name of DeepSpeed's.
     of_training = (*_OF_LIGHTNING, *(_OF_DEEPSPEED if layout in (ZERO, PIPELINE) else ()))
     read = layout.read(checkpoint, trust_pickles)
     if overrides:
@@ -85,7 +82,7 @@ def read_whole(
     kept = {name: value for name, value in read.items() if is_kept(name)}
     try:
         return to_plain({**kept, "state_dict": dict(read["state_dict"]), MOVED: moved})
-    except UnsavableStateError as error:  # of a checkpoint that others wrote, with trust_pickles
+    except UnsavableStateError as error:  # another program wrote the checkpoint, and trust_pickles is set
         raise CheckpointFormatError(f"{checkpoint} holds what a file of plain values cannot. {error}") from error
 
 

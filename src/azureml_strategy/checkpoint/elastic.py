@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from azureml_strategy.checkpoint.builtin_callbacks import callbacks_of
 from azureml_strategy.checkpoint.global_batch import GlobalBatch, configured_global_batch
 from azureml_strategy.checkpoint.manifest import Manifest, manifest_path
 from azureml_strategy.checkpoint.resume import ResumeError
@@ -30,10 +31,10 @@ def rescale(fit_loop: dict[str, Any], ratio: Fraction, epoch_batches: int | None
     """Convert the batch counters of a checkpoint's fit loop to batches of another size.
 
     Lightning counts the batches of one replica, in the epoch and in total. Steps, epochs and schedulers have counters
-    of their own, which stay as they are.
+    of their own, which stay as they are. The state of the fit loop is changed in place.
 
     Args:
-        fit_loop: the state of the fit loop in the checkpoint; changed in place.
+        fit_loop: its state in the checkpoint.
         ratio: number of new batches for one old batch.
         epoch_batches: number of new batches in an epoch; None if it is not known.
     """
@@ -44,7 +45,7 @@ def rescale(fit_loop: dict[str, Any], ratio: Fraction, epoch_batches: int | None
         _shift(progress["current"], ready)
         return
     _shift(progress["current"], epoch_batches)
-    progress["is_last_batch"] = True  # what may be left of the epoch is less than a step, so it ends
+    progress["is_last_batch"] = True  # less than a step is left of the epoch, so it ends
 
 
 def counts_batches_itself(fit_loop: dict[str, Any]) -> bool:
@@ -54,7 +55,7 @@ def counts_batches_itself(fit_loop: dict[str, Any]) -> bool:
 
 
 def _shift(count: dict[str, int], ready: int) -> None:
-    """Shift all counters alike. Lightning infers from their differences at which point a checkpoint was written."""
+    """Shift all counters by the same. Lightning infers from their differences where a checkpoint was written."""
     moved = ready - count["ready"]
     for name in count:
         count[name] += moved
@@ -94,11 +95,8 @@ class ElasticPlan:
     def cut(self, micro_batches: int) -> tuple[GlobalBatch, int]:
         """Choose the batch size that keeps the saved global batch, with micro-batches of the configured size.
 
-        Args:
-            micro_batches: number of micro-batches that a batch is configured to be cut into.
-
-        Returns:
-            The global batch, and the number of micro-batches in one of its batches.
+        A batch is configured to be cut into `micro_batches`. Return the global batch, and the number of micro-batches
+        in one of its batches.
 
         Raises:
             ResumeError: no whole number of micro-batches gives as many samples as the saved global batch, or the
@@ -114,10 +112,9 @@ class ElasticPlan:
         return replace(self.asked, batch_size=number * piece), number
 
     def epoch_batches(self, ratio: Fraction) -> int:
-        """The number of batches in an epoch now, rounded down: they hold no more samples than the epoch had.
+        """The number of batches in an epoch now, at `ratio` new ones for an old one.
 
-        Args:
-            ratio: number of new batches of a replica for one old batch.
+        It is rounded down, so that they hold no more samples than the epoch had.
 
         Raises:
             ResumeError: the epoch has too few samples for one batch on each replica.
@@ -130,9 +127,7 @@ class ElasticPlan:
     def refused(self, why: str, piece: int | None = None) -> ResumeError:
         """The error that gives the reason in numbers and lists every way out.
 
-        Args:
-            why: the obstacle.
-            piece: samples of a micro-batch, if batches are cut into micro-batches.
+        A `piece` is the number of samples of a micro-batch, if batches are cut into micro-batches.
         """
         size = f"{self.saved.size} {'batches' if self.asked.batch_size is None else 'samples'}"
         return ResumeError(
@@ -153,7 +148,7 @@ class ElasticPlan:
             ways.append(f"with {_listed(replicas)} data-parallel rank(s){on_nodes}")
         share, rest = divmod(self.saved.size, self.asked.replicas)
         if self.asked.batch_size is not None and not rest and piece is None:
-            # the largest one, up to the configured one, with which these ranks reach the saved global batch
+            # The largest batch size, up to the configured one, with which these ranks reach the saved global batch.
             batch_size = max(each for each in _divisors(share) if each <= self.asked.batch_size)
             ways.append(f"with a batch size of {batch_size} (data.batch_size={batch_size} in a recipe)")
         return f"Come back {', or '.join(ways)}." if ways else "No number of ranks fits these batches."
@@ -207,8 +202,7 @@ class ElasticRestart(Callback):
         """
         if stage != "fit" or self._checkpoint is None:
             return
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if sum(isinstance(each, ElasticRestart) for each in callbacks) > 1:
+        if len(callbacks_of(trainer, ElasticRestart)) > 1:
             raise ResumeError("There are two ElasticRestart callbacks. Leave yours out: a recipe has one of its own.")
         found: tuple[GlobalBatch | None, str] = (None, "")
         if trainer.is_global_zero:
@@ -221,7 +215,7 @@ class ElasticRestart(Callback):
             return
         asked = configured_global_batch(trainer)
         saved, asked = saved.as_known_by(asked), asked.as_known_by(saved)
-        if _scheduled(trainer) and saved.round_size == asked.round_size:
+        if callbacks_of(trainer, GradientAccumulationScheduler) and saved.round_size == asked.round_size:
             return  # the scheduler sets the accumulation of each epoch, as it did before
         ranks, nodes = trainer.world_size, max(1, trainer.num_nodes)
         plan = ElasticPlan(self._checkpoint, saved, asked, max(1, ranks // asked.replicas), max(1, ranks // nodes))
@@ -237,8 +231,8 @@ class ElasticRestart(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for config in trainer.lr_scheduler_configs:
             if config.interval == "step" and config.frequency > 1:  # 1 means every optimizer step, at any accumulation
-                # Lightning steps it at batches that are multiples of the frequency. The whole multiples of p/q are
-                # the multiples of p.
+                # Lightning steps a scheduler at batches that are multiples of its frequency. The whole multiples of
+                # p/q are the multiples of p.
                 config.frequency = (config.frequency * self._stretch).numerator
 
     @override
@@ -267,7 +261,7 @@ class ElasticRestart(Callback):
         if isinstance(trainer.strategy, CutsBatches):
             return _change_micro_batches(trainer, trainer.strategy, plan)
         now = plan.accumulated()
-        if _scheduled(trainer):
+        if callbacks_of(trainer, GradientAccumulationScheduler):
             raise plan.refused("a GradientAccumulationScheduler says how many batches they accumulate")
         if not trainer.lightning_module.automatic_optimization:
             raise plan.refused("the module optimizes manually, so that it accumulates by itself")
@@ -318,18 +312,12 @@ class ElasticRestart(Callback):
 
 def warn_unless_elastic(trainer: Trainer) -> None:
     """Warn a script that resumes with another number of ranks if it has no `ElasticRestart`."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    if not any(isinstance(each, ElasticRestart) for each in callbacks):
+    if not callbacks_of(trainer, ElasticRestart):
         rank_zero_warn(
             "The checkpoint is of another number of ranks, and nothing keeps its global batch and the place in its "
             "epoch. Add the callback azureml_strategy.checkpoint.ElasticRestart(checkpoint), with what you give to "
             "fit(ckpt_path=...)."
         )
-
-
-def _scheduled(trainer: Trainer) -> bool:
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return any(isinstance(each, GradientAccumulationScheduler) for each in callbacks)
 
 
 def _change_micro_batches(trainer: Trainer, strategy: CutsBatches, plan: ElasticPlan) -> GlobalBatch:
@@ -347,7 +335,7 @@ def _change_micro_batches(trainer: Trainer, strategy: CutsBatches, plan: Elastic
 
 
 def _saved_global_batch(checkpoint: Path) -> tuple[GlobalBatch | None, str]:
-    """The global batch in the manifest, if there is one, and the reason why the manifest cannot be read, or ""."""
+    """The global batch in the manifest, if any; and why the manifest cannot be read, or ""."""
     try:
         manifest = Manifest.of(checkpoint)
         return manifest.global_batch if manifest is not None else None, ""

@@ -41,20 +41,15 @@ from azureml_strategy.checkpoint.allowed_types import (
 _CONTAINERS = {kind: name for name, kind in (SEQUENCES | MAPPINGS).items()}
 # The longest integer that torch's weights-only unpickler takes has 255 bytes.
 _LONGEST_BITS = 255 * 8 - 1
-# Larger arrays are not made on trial; those that a random generator is made of are.
+# `require_decodable` makes no larger array. The arrays of a random generator are smaller.
 _CHECKED_BYTES = 1 << 20
 _KINDS = {kind.name: kind for kind in KINDS.values()}
-# Kinds that may hold values of any kind: the index of the part that holds them, or None for the whole, and its type.
+# Kinds that may hold values of any kind: the index of the part that holds them, None for the whole; and its type.
 _HOLDERS: dict[str, tuple[int | None, type]] = {"deque": (0, list), "defaultdict": (1, dict), "namespace": (None, dict)}
 
 
 class NotEncodableError(TypeError):
-    """A value that has no plain form.
-
-    Attributes:
-        place: the keys, indices and fields that lead to the value.
-        reason: what the value is, and why it cannot be written.
-    """
+    """A value that has no plain form: the keys, indices and fields that lead to it, and why it cannot be written."""
 
     def __init__(self, place: Sequence[str], reason: str) -> None:
         super().__init__(f"{' → '.join(place)}: {reason}")
@@ -65,9 +60,8 @@ class NotEncodableError(TypeError):
 def is_plain(value: Any) -> bool:
     """Whether torch's weights-only unpickler takes a value as it is.
 
-    Args:
-        value: a value of any type. Tensors of a subclass, and types that were registered with
-            `torch.serialization.add_safe_globals`, are saved and loaded on trial.
+    Tensors of a subclass, and types that were registered with `torch.serialization.add_safe_globals`, are saved and
+    loaded on trial.
     """
     return _is_plain(value, set())
 
@@ -99,9 +93,7 @@ def _is_plain(value: Any, seen: set[int]) -> bool:
 def encode(value: Any, place: Sequence[str] = ()) -> Encoded:
     """Encode a value in plain form. An object that occurs twice in it is one object again after `decode`.
 
-    Args:
-        value: the value to encode.
-        place: the keys, indices and fields that lead to it, for errors.
+    The place, for errors, is made of the keys, indices and fields that lead to the value.
 
     Raises:
         NotEncodableError: the value, or something in it, has no plain form.
@@ -111,7 +103,7 @@ def encode(value: Any, place: Sequence[str] = ()) -> Encoded:
 
 class _Encoder:
     def __init__(self) -> None:
-        self._numbers: dict[int, tuple[int, Any]] = {}  # keeps the object alive, so that no other gets its id
+        self._numbers: dict[int, tuple[int, Any]] = {}  # holds each object, so that no other one gets its id
         self._open: set[int] = set()
 
     def encode(self, value: Any, place: tuple[str, ...]) -> Encoded:
@@ -143,7 +135,7 @@ class _Encoder:
         if isinstance(value, (type, *REFERENCES)):
             return self._reference(value, place)
         if kind is functools.partial or (issubclass(kind, functools.partial) and kind.__module__.startswith("hydra.")):
-            # Hydra's partial, of `_partial_: true`, checks what a configuration may call. A decoded one does not.
+            # Hydra's partial, of `_partial_: true`, checks what a configuration may call. The decoded partial does not.
             parts = (value.func, value.args, value.keywords)
             return ["partial", [self.encode(each, (*place, "partial")) for each in parts]]
         if kind.__module__.startswith("omegaconf."):
@@ -167,13 +159,13 @@ class _Encoder:
             return ["numpy objects", [list(value.shape), self.encode(value.ravel().tolist(), place)]]
         if type(value) is not np.ndarray or value.dtype.hasobject:
             raise NotEncodableError(place, f"a {type_name(type(value))} of {value.dtype}")
-        # A tensor, because torch.save would write bytes as text.
+        # The content is a tensor, because torch.save would write bytes as text.
         content = torch.from_numpy(np.array(value, order="C").reshape(-1).view(np.uint8))
         return ["numpy array", [np.lib.format.dtype_to_descr(value.dtype), list(value.shape), content]]
 
     def _reference(self, value: Any, place: tuple[str, ...]) -> Encoded:
         names = dict.fromkeys((getattr(value, "__qualname__", value.__name__), value.__name__))
-        for name in names:  # the qualified names of some of torch's functions lead nowhere
+        for name in names:  # nothing is found under the qualified names of some of torch's functions
             module = pickle.whichmodule(value, name)  # type: ignore[attr-defined] # missing in typeshed
             with suppress(ValueError):
                 if look_up(module, name) is value:
@@ -182,7 +174,7 @@ class _Encoder:
         raise NotEncodableError(place, f"{what}: a function or class has to be at the top of one")
 
     def _config(self, value: Any, place: tuple[str, ...]) -> Encoded:
-        """Encode the whole configuration and the path to this part, whose interpolations may lead to other parts."""
+        """Encode the whole configuration and the path to this part: interpolations in it may refer to other parts."""
         from omegaconf import DictConfig, ListConfig, OmegaConf
 
         if type(value) not in (DictConfig, ListConfig):
@@ -223,11 +215,7 @@ def _fields(kind: type, state: Any) -> dict[str, Any] | None:
 
 
 def decode(encoded: Encoded, names: Names | None = None) -> Any:
-    """Restore the value from its plain form.
-
-    Args:
-        encoded: what `encode` gave.
-        names: which functions and classes it may name; those only that can do no harm by default.
+    """Restore a value from the plain form that `encode` made, which by default may name only what can do no harm.
 
     Raises:
         NameRefusedError: the plain form names a function or class that it may not name.
@@ -238,29 +226,24 @@ def decode(encoded: Encoded, names: Names | None = None) -> Any:
 
 
 def require_decodable(encoded: Encoded, names: Names) -> None:
-    """Raise what `decode` would raise, without a copy of large arrays.
-
-    Args:
-        encoded: what `encode` gave.
-        names: which functions and classes it may name.
-    """
+    """Raise what `decode` would raise, without a copy of large arrays."""
     _Decoder(names, _CHECKED_BYTES).decode(encoded)
 
 
 class _Decoder:
     def __init__(self, names: Names, largest: float = math.inf) -> None:
         self._names, self._largest = names, largest
-        self._seen: list[Any] = []
+        self._made: list[Any] = []
 
     def decode(self, encoded: Encoded) -> Any:
         kind, content = encoded
         if kind == "plain":
             return content
         if kind == "again":
-            return self._seen[content]
-        number = len(self._seen)  # as in the encoder, a value comes before its parts
-        self._seen.append(None)
-        self._seen[number] = value = self._new(kind, content)
+            return self._made[content]
+        number = len(self._made)  # a value is counted before its parts, as in the encoder
+        self._made.append(None)
+        self._made[number] = value = self._new(kind, content)
         return value
 
     def _new(self, kind: str, content: Any) -> Any:
@@ -323,10 +306,10 @@ class _Decoder:
 
         nodes = [OmegaConf.create(self.decode(content[0]), flags={"allow_objects": True})]
         for key in self.decode(content[1]):
-            nodes.append(nodes[-1]._get_node(key))  # does not resolve interpolations, so no resolver runs
+            nodes.append(nodes[-1]._get_node(key))  # resolves no interpolation, so no resolver runs
         for node, flags in zip(nodes, content[2], strict=True):
             node._metadata.flags = dict(flags)
-        nodes[0]._invalidate_flags_cache()  # which also clears the caches of all nodes below
+        nodes[0]._invalidate_flags_cache()  # also clears the caches of all nodes below
         return nodes[-1]
 
     def _object(self, content: Any) -> Any:
@@ -338,7 +321,7 @@ class _Decoder:
             slot = inspect.getattr_static(kind, name, None)
             if type(slot) is types.MemberDescriptorType:
                 slot.__set__(value, self.decode(encoded))
-            else:  # bypasses `__setattr__` and properties of this name
+            else:  # neither `__setattr__` nor a property of this name is called
                 object.__getattribute__(value, "__dict__")[name] = self.decode(encoded)
         return value
 
@@ -357,7 +340,7 @@ class _Decoder:
 
 
 def _require_type(kind: type, value: Any) -> Any:
-    """Require exactly this class: an object of another could run code of its own."""
+    """Require exactly this class. An object of another class could run code of its own."""
     if type(value) is not kind:
         raise ValueError(f"a {type_name(type(value))} in the place of a {type_name(kind)}")
     return value

@@ -32,9 +32,9 @@ from azureml_strategy.control.store import ExchangeError, StepError
 from azureml_strategy.interfaces import ExportsModels
 from azureml_strategy.lazy import require_library
 
-_SAMPLES = 2  # of the example that is traced: torch.export would take a single sample for a constant
-# Entries of a checkpoint that become metadata as they are, and all that need no mention: safetensors keep them, or they
-# say of what class hyperparameters are, or they are for another format.
+_SAMPLES = 2  # samples of the example that is traced: torch.export would take a single one for a constant
+# Entries of a checkpoint that become metadata as they are; and all that need no warning: safetensors keep them, or they
+# name the class of the hyperparameters, or they belong to another format.
 _AS_TEXT = ("epoch", "global_step", "pytorch-lightning_version")
 _KEPT = (*_AS_TEXT, "state_dict", "hyper_parameters", "hparams_name", "hparams_type", MODULE, MOVED, HUGGING_FACE)
 INPUT_NAME, OUTPUT_NAME = "input", "output"
@@ -45,13 +45,8 @@ _NAME = "hugging_face"
 def write_safetensors(checkpoint: Path, output: Path, *, trust_pickles: bool = False) -> dict[str, Tensor]:
     """Write the weights as safetensors, under their names in the module.
 
-    The file's metadata keeps what is known of the training, as texts: epoch, step, versions, and as JSON the
-    hyperparameters that are plain values and what tells of the module.
-
-    Args:
-        checkpoint: the path that was given to Lightning, or that Lightning wrote: a file or a folder.
-        output: the file to write. It appears complete or not at all.
-        trust_pickles: run the code that the checkpoint's files ask for.
+    The file's metadata keeps what is known of the training, as texts: epoch, step, versions, and as JSON the plain
+    hyperparameters and the record of the module. The arguments are those of `consolidate`.
 
     Returns:
         The weights by name, on the CPU. A tensor that shares its memory with another one is written whole under each
@@ -128,12 +123,8 @@ def write_onnx(
 ) -> tuple[int | None, ...]:
     """Write the module's forward as an ONNX model with a free batch size.
 
-    Args:
-        checkpoint: the path that was given to Lightning, or that Lightning wrote: a file or a folder.
-        output: the file to write. It appears complete or not at all.
-        overrides: what the caller knows of the module, as `module_overrides` makes it.
-        code: a folder with the modules that the module's class is in, unless it is installed.
-        trust_pickles: run the code that the checkpoint's files ask for.
+    The arguments are those of `consolidate`; and `code` is a folder with the module of the class, unless it is
+    installed.
 
     Returns:
         The shape of the input; None is the batch size.
@@ -147,7 +138,7 @@ def write_onnx(
         require_library(library)
     refuse_existing(output)
     content = read_whole(checkpoint, trust_pickles=trust_pickles, overrides=overrides)
-    with modules_of(code):  # also while it is traced: a forward may import
+    with modules_of(code):  # also while the forward is traced, as it may import
         module = make_module(content)
         example = _example_input(module, content)
         program = _exported(module, example)
@@ -174,8 +165,8 @@ def _exported(module: LightningModule, example: Tensor) -> Any:
     batch = torch.export.Dim("batch")
     try:
         with _without_logs():
-            # torch.export itself is called: given a module, torch.onnx of torch 2.8 falls back on a trace of one input,
-            # and would lose what the forward decides by its values
+            # Given a module, torch.onnx of torch 2.8 falls back on a trace of one input, which would lose what the
+            # forward decides by its values. So torch.export is called first.
             program = torch.export.export(module, (example,), dynamic_shapes=({0: batch},))
             return torch.onnx.export(
                 program, dynamo=True, verbose=False, input_names=[INPUT_NAME], output_names=[OUTPUT_NAME]
@@ -222,14 +213,9 @@ def require_models(strategy: Strategy) -> None:
 
 
 def write_folder(trainer: Trainer, checkpoint: Path, background: BackgroundWriter) -> None:
-    """Write the folder beside the checkpoints on rank 0, while the other ranks wait; a collective.
+    """Write the folder beside a complete checkpoint on rank 0, while the other ranks wait; a collective.
 
-    A failure becomes a warning.
-
-    Args:
-        trainer: at the end of its training.
-        checkpoint: of the training, complete on disk.
-        background: connects the ranks.
+    Call it at the end of the training. A failure becomes a warning.
     """
     strategy, folder = trainer.strategy, checkpoint.parent / _NAME
     assert isinstance(strategy, ExportsModels)

@@ -1,5 +1,5 @@
 """Makes a fit resume by itself: finds the folder of its checkpoints below the job's output, apart from those of the
-script's other fits, and gives it the newest one as if it had been given the path.
+script's other fits, and resumes from the newest one as if `fit` had been given its path.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Literal
 from zlib import crc32
 
 import lightning
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from torch.nn.parameter import is_lazy
 
+from azureml_strategy.checkpoint.builtin_callbacks import callbacks_of
 from azureml_strategy.checkpoint.elastic import ElasticRestart
 from azureml_strategy.checkpoint.folder import CheckpointFolder, this_run
 from azureml_strategy.checkpoint.manifest import write_durably
@@ -35,24 +36,23 @@ from azureml_strategy.lightning_internals import frame_of_run, given_checkpoint,
 
 log = logging.getLogger(__name__)
 
-
 # Azure ML gives each process the path of an output called NAME as AZURE_ML_OUTPUT_NAME; `submit` calls ours `run`.
 OUTPUT_VARIABLE = "AZURE_ML_OUTPUT_run"
 # The file in a fit's folder that records which fit the folder belongs to.
 _FIT = "fit.json"
-# What a node mounts from its own disks or memory. Mounts of storage have other types: fuse, nfs4, cifs, lustre.
+# Types of file systems on a node's own disks or in its memory. Mounts of storage are fuse, nfs4, cifs or lustre.
 _OWN_DISKS = ("btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
 _process = uuid.uuid4().hex
-# Parents of the folders that were warned of.
+# The parents of the folders that a warning has named.
 _warned: set[Path] = set()
 _SKIPPED = tuple(f"{folder}{os.sep}" for folder in (Path(str(lightning.__file__)).parent, Path(__file__).parents[1]))
 ReadContext = Callable[[], AbstractContextManager[None]]
 
 
 def this_process() -> str:
-    """Return what identifies the script's process. The processes that it spawns for a fit get it with their callbacks.
+    """Return the id of the script's process. Processes that it spawns for a fit get the id with their callbacks.
 
-    A forked process that makes callbacks of its own counts as another script's: it may be the next attempt.
+    A forked process that makes callbacks of its own counts as another script's. It may be the next attempt.
     """
     return _process
 
@@ -66,21 +66,15 @@ os.register_at_fork(after_in_child=_renew_after_fork)
 
 
 def default_folder(root: str) -> Path:
-    """Return the folder for checkpoints: below the job's output `run` if it has one, else below another folder.
-
-    Args:
-        root: the other folder, the Trainer's `default_root_dir`.
-    """
+    """Return the folder for checkpoints: below the job's output `run`, or below the Trainer's `default_root_dir`."""
     return Path(os.environ.get(OUTPUT_VARIABLE) or root, "checkpoints")
 
 
 def warn_of_own_disk(folder: Path) -> None:
     """Warn in a job if a folder is on the node's own disk, where a restart on another node does not find it.
 
-    Nothing is said outside a job, in an emulated one, and where the kind of the disk is not known.
-
-    Args:
-        folder: of checkpoints; it need not exist.
+    There is no warning outside a job, in an emulated job, and where the kind of the disk is not known. The folder need
+    not exist.
     """
     known = folder.parent in _warned or read_job() is None or is_emulated(os.environ)
     if known or _filesystem(folder) not in _OWN_DISKS:
@@ -95,7 +89,7 @@ def warn_of_own_disk(folder: Path) -> None:
 
 
 def _filesystem(folder: Path, table: Path = Path("/proc/self/mounts")) -> str | None:
-    """Return the type of the file system that a folder is in; None if that is not known."""
+    """Return the type of a folder's file system; None if that is not known."""
     path = os.path.realpath(folder)
     try:
         mounts = [line.split(" ")[1:3] for line in table.read_text().splitlines()]
@@ -108,13 +102,11 @@ def _filesystem(folder: Path, table: Path = Path("/proc/self/mounts")) -> str | 
 def name_of_fit(trainer: Trainer, module: LightningModule) -> str:
     """Name a fit by what it trains and where the script calls it: the same in all attempts of a job.
 
-    Args:
-        trainer: in a callback's `setup`.
-        module: what is trained, before it is sharded.
+    Call it in a callback's `setup`, before the module is sharded.
     """
     weights = [(name, None if is_lazy(each) else tuple(each.shape)) for name, each in module.named_parameters()]
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
-    # file and line of the innermost frame around the fit that is neither Lightning's nor ours
+    # The caller is the innermost frame around the fit that is neither Lightning's nor ours.
     frames = traceback.walk_stack(frame_of_run(trainer) or inspect.currentframe())
     callers = ((frame.f_code.co_filename, line) for frame, line in frames)
     caller = next((f"{os.path.basename(file)}:{line}" for file, line in callers if not file.startswith(_SKIPPED)), "?")
@@ -124,21 +116,18 @@ def name_of_fit(trainer: Trainer, module: LightningModule) -> str:
 def folder_of_fit(
     base: Path, fit: str, process: str, in_place: bool, usable: Callable[[Path], bool] = lambda folder: True
 ) -> Path:
-    """Take a folder for a fit: the one of an earlier attempt, or a new one. Only rank 0 calls this.
+    """Take a folder for a fit: that of an earlier attempt, or a new one. Only rank 0 calls this.
 
-    Fits that share a folder would go on from one another. So the first fit of a process gets `base`, and others get
-    `base_2`, `base_3` and so on. Which one is known by the fit's name, not by its number, as a restarted script may
-    skip what it has done; equally named ones, as of a loop, are told apart by their order.
+    Fits that share a folder would resume from one another's checkpoints. So the first fit of a process gets `base`, and
+    others get `base_2`, `base_3` and so on. A restarted script may skip fits that are complete, so a fit finds its
+    folder by its name, not by its number. Fits of one name, as in a loop, take their folders in their order.
 
     Args:
         base: the folder for one fit.
         fit: `name_of_fit`.
         process: `this_process()` of the script.
-        in_place: whether the place of the call counts, which changes when a script is edited.
-        usable: whether a folder's content permits to use it.
-
-    Raises:
-        OSError: the folder cannot be read or written.
+        in_place: whether the place of the call must be the same. It changes when a script is edited.
+        usable: whether the content of a folder permits its use.
     """
     fallback = None
     numbered = (base.with_name(f"{base.name}_{number}") for number in itertools.count(2))
@@ -163,22 +152,20 @@ def folder_of_fit(
 
 
 def is_of_this_run(folder: Path, run_id: str | None) -> bool:
-    """Tell whether the newest checkpoint in a folder, if any, was written by this run or outside a job.
+    """Whether the newest checkpoint in a folder, if any, was written by this run or outside a job.
 
-    Args:
-        folder: of checkpoints; it need not exist.
-        run_id: of this run; None outside a job, where any will do.
+    The folder need not exist. Outside a job, where `run_id` is None, it is always true.
     """
     complete = CheckpointFolder(folder).complete()
     return run_id is None or not complete or complete[0].run_id in (None, run_id)
 
 
 def _read(folder: Path) -> tuple[str | None, str | None]:
-    """Return the fit that a folder is for, and the process that took it last; None if the folder has no record."""
+    """Return the fit that a folder belongs to, and the process that took it last; None if the folder has no record."""
     try:
         content = json.loads((folder / _FIT).read_text(encoding="utf-8"))
         return str(content["fit"]), str(content["process"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):  # a torn record counts as none
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # a half-written record counts as none
         return None, None
 
 
@@ -213,12 +200,7 @@ class FitResume:
         self.elastic = ElasticRestart(None, global_batch)
 
     def folder(self, trainer: Trainer, module: LightningModule, base: Path) -> Path:
-        """Return the folder of this fit, the same on all ranks; a collective.
-
-        Args:
-            trainer: in a callback's `setup`.
-            module: what is trained.
-            base: the folder, if the script had one fit only.
+        """Return the folder of this fit, the same on all ranks; a collective. Call it in a callback's `setup`.
 
         Raises:
             ResumeError: on all ranks, if the folder cannot be used.
@@ -243,18 +225,13 @@ class FitResume:
     ) -> None:
         """Prepare the fit to resume. Call it in a callback's `setup`, on all ranks.
 
-        Args:
-            trainer: in `setup`.
-            module: what is trained.
-            folder: this fit's.
-            reading: entered while Lightning reads the checkpoint.
+        The context `reading` is entered while Lightning reads the checkpoint.
 
         Raises:
             ResumeError: the checkpoint that `resume` names cannot be resumed from, or its global batch cannot be kept;
                 or another callback contradicts `resume`.
         """
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        _require_no_contradiction(callbacks)
+        _require_no_contradiction(trainer)
         self.checkpoint, given = None, given_checkpoint(trainer)
         if given is not None:
             if trainer.is_global_zero:
@@ -265,7 +242,7 @@ class FitResume:
         self.elastic.setup(trainer, module, "fit")
         if self.checkpoint is not None:
             restore_from(trainer, str(self.checkpoint), reading)
-        # A previous attempt may have logged steps that this one repeats, even if it left no checkpoint.
+        # A previous attempt may have logged steps that this one repeats, even if it has written no checkpoint.
         job = read_job()
         restarted = self._resume in (AUTO, ANY) and job is not None and job.attempt > 0
         if given is None and (self.checkpoint is not None or restarted):
@@ -275,21 +252,22 @@ class FitResume:
 
 
 def searches_only(trainer: Trainer) -> bool:
-    """Tell whether a fit is one of Lightning's Tuner, which searches for a setting and does not train."""
-    return any(only_searches(each) for each in _finders(trainer.callbacks))  # type: ignore[attr-defined]
+    """Whether a fit is one of Lightning's Tuner, which searches for a setting and does not train."""
+    return any(map(only_searches, finders(trainer)))
 
 
-def _finders(callbacks: list[Callback]) -> list[LearningRateFinder | BatchSizeFinder]:
-    return [each for each in callbacks if isinstance(each, (LearningRateFinder, BatchSizeFinder))]
+def finders(trainer: Trainer) -> list[LearningRateFinder | BatchSizeFinder]:
+    """Lightning's callbacks that search for a setting before a fit trains."""
+    return callbacks_of(trainer, LearningRateFinder, BatchSizeFinder)
 
 
-def _require_no_contradiction(callbacks: list[Callback]) -> None:
-    if any(isinstance(each, ElasticRestart) for each in callbacks):
+def _require_no_contradiction(trainer: Trainer) -> None:
+    if callbacks_of(trainer, ElasticRestart):
         raise ResumeError(
             "There are JobCheckpoint(resume=...), which keeps the global batch itself, and an ElasticRestart. Leave "
             "the latter out; JobCheckpoint(resume=..., global_batch='change') is its other setting."
         )
-    for each in _finders(callbacks):
+    for each in finders(trainer):
         raise ResumeError(
             f"A fit with the callback {type(each).__name__} cannot be resumed: it would search again, from the "
             "checkpoint's weights, and Lightning would then forget the rest of the checkpoint. Search before the fit, "

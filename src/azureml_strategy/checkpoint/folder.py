@@ -22,8 +22,8 @@ from azureml_strategy.checkpoint.manifest import (
 from azureml_strategy.cluster.job import read_job
 
 # A mark is a file beside a checkpoint. It exists from before the checkpoint's first byte until its manifest is written,
-# and again while the checkpoint is deleted. It holds the run's id. We clean up only what a mark of this run names, and
-# never touch other files.
+# and again while the checkpoint is deleted. It holds the run's id. Only what a mark of this run names is cleaned up.
+# Other files are never touched.
 _LONGEST_MARK_BYTES = 1024
 
 FileChecksums = Mapping[str, StoredFile]
@@ -37,10 +37,8 @@ class CheckpointFolder:
     leaves something without a manifest, and never damages a checkpoint that has one. The content of manifests and marks
     is not trusted: names in them cannot lead out of the folder, and deletion follows no links.
 
-    Args:
-        path: the folder; created when something is written.
-        run_id: id of the Azure ML run that uses the folder, which may delete only its own checkpoints; None outside a
-            job.
+    The folder is created when something is written. The Azure ML run with this id uses it, and deletes only its own
+    checkpoints; outside a job the id is None.
     """
 
     def __init__(self, path: Path, run_id: str | None = None) -> None:
@@ -56,11 +54,7 @@ class CheckpointFolder:
         return [each for each in self.complete() if each.run_id == self.run_id]
 
     def next_attempt(self) -> int:
-        """The number of a new attempt: one above the highest attempt of the checkpoints in the folder.
-
-        Raises:
-            OSError: the folder cannot be read.
-        """
+        """The number of a new attempt: one above the highest attempt of the checkpoints in the folder."""
         return 1 + max((each.attempt for each in self._readable()), default=0)
 
     def newer_than(self, checkpoint: Path) -> frozenset[str]:
@@ -72,15 +66,11 @@ class CheckpointFolder:
     def begin(self, name: str) -> str:
         """Mark a checkpoint as incomplete before it is written.
 
-        Args:
-            name: the wanted name, such as `step=100.ckpt`.
-
         Returns:
-            The name, with a number appended if it is taken.
+            The name, such as `step=100.ckpt`, with a number appended if it is taken.
 
         Raises:
             ValueError: no checkpoint can have this name.
-            OSError: the folder cannot be written to.
         """
         if not is_checkpoint_name(name):
             raise ValueError(f"{name!r} is no name for a checkpoint: give a `filename` of fewer, printable characters")
@@ -102,9 +92,7 @@ class CheckpointFolder:
     def flush_and_checksum(self, files: Iterable[str], summed: FileChecksums) -> dict[str, StoredFile]:
         """Flush files to disk and compute their checksums.
 
-        Args:
-            files: paths relative to the folder.
-            summed: files that are already on disk and have a checksum; only their size is checked.
+        The files in `summed` are on disk already and have a checksum. Only their size is checked.
 
         Raises:
             OSError: the disk fails or is full, or a file in `summed` has another size.
@@ -121,14 +109,10 @@ class CheckpointFolder:
         return stored
 
     def commit(self, manifest: Manifest) -> Manifest:
-        """Write the manifest, which makes the checkpoint complete.
-
-        Returns:
-            The manifest.
+        """Write the manifest, which makes the checkpoint complete, and return it.
 
         Raises:
             ValueError: `Manifest.read` would refuse the manifest.
-            OSError: it cannot be written.
         """
         manifest.write(self.path)
         with suppress(OSError):  # a mark left beside a manifest does no harm
@@ -136,24 +120,13 @@ class CheckpointFolder:
         return manifest
 
     def remove(self, name: str) -> None:
-        """Delete a checkpoint, its manifest first, so that what an interrupted deletion leaves is not complete.
-
-        Raises:
-            OSError: it cannot be deleted.
-        """
+        """Delete a checkpoint, its manifest first, so that what an interrupted deletion leaves is not complete."""
         self._put_mark(name)
         manifest_path(self.path / name).unlink(missing_ok=True)
         self._remove_content(name)
 
     def remove_leftovers(self) -> list[str]:
-        """Delete what interrupted writes and deletions of this run have left.
-
-        Returns:
-            The names of the deleted checkpoints.
-
-        Raises:
-            OSError: something cannot be deleted.
-        """
+        """Delete what interrupted writes and deletions of this run have left, and return the checkpoints' names."""
         names = sorted(mark.name.removesuffix(MARK) for mark in self.path.glob("*" + MARK) if self._is_own(mark))
         left = [name for name in names if not os.path.lexists(manifest_path(self.path / name))]
         for name in left:
@@ -163,11 +136,7 @@ class CheckpointFolder:
         return left
 
     def free_bytes(self) -> int:
-        """The free bytes of the folder's disk.
-
-        Raises:
-            OSError: the disk does not report them.
-        """
+        """The free bytes of the folder's disk."""
         return shutil.disk_usage(self.path).free
 
     def _remove_content(self, name: str) -> None:
@@ -207,21 +176,14 @@ def this_run() -> str | None:
 def newest_first(found: Iterable[Manifest]) -> list[Manifest]:
     """Sort by attempt, then by step, the newest first.
 
-    The attempt comes first: a run that was told to start anew is newer than the checkpoints it found. Clocks may be
+    The attempt comes first, because a run with `resume=never` is newer than the checkpoints it found. Clocks may be
     wrong, so times do not count.
     """
     return sorted(found, key=lambda each: (each.attempt, each.step, each.name), reverse=True)
 
 
 def superfluous(complete: list[Manifest], keep_last: int, keep_best: int, mode: str) -> list[Manifest]:
-    """Select the checkpoints that may be deleted.
-
-    Args:
-        complete: all complete checkpoints, newest first.
-        keep_last: number of the newest checkpoints to keep, at least 1.
-        keep_best: number of the checkpoints with the best scores to keep; -1 keeps all that have a score.
-        mode: `min` or `max`: which score is better.
-    """
+    """Select the checkpoints that may be deleted. The newest come first; `keep_best=-1` keeps all that have a score."""
     kept = {each.name for each in complete[:keep_last]}
     kept |= {each.name for each in by_score(complete, mode)[: None if keep_best < 0 else keep_best]}
     return [each for each in complete if each.name not in kept]

@@ -1,7 +1,6 @@
 """Read checkpoints of every known layout, whole and in one process.
 
-`FORMATS` lists the layouts: DeepSpeed ZeRO, DeepSpeed pipelines, torch.distributed.checkpoint and single files. Reading
-runs no code from a checkpoint's pickles, unless the caller trusts them.
+Reading runs no code from a checkpoint's pickles, unless the caller trusts them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import threading
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,13 +25,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import filesystem, load, metadata  # type: ignore[attr-defined]
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
@@ -40,8 +37,8 @@ from azureml_strategy.checkpoint.allowed_types import PLAIN
 from azureml_strategy.checkpoint.encoding import is_plain
 from azureml_strategy.files import name_within
 
-# DeepSpeed's files hold objects of these modules: its loss scaler, its enums, learning rates that numpy computed. No
-# weights are made of them.
+# DeepSpeed's files hold objects of these modules: its loss scaler, its enums, learning rates that numpy computed. The
+# weights do not need them.
 _INERT_MODULES = ("deepspeed.", "numpy.")
 _STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
 # The classes and functions in the index of torch's distributed checkpoints.
@@ -61,9 +58,10 @@ _INDEX: dict[tuple[str, str], Any] = {
         torch.serialization._get_layout,
     )
 }
-# The largest index, in bytes, that is searched before it is read, which takes about 1 s; pickle's opcodes with a place
-# in memory.
-_LONGEST_SEARCHED, _MEMO_CODES = 4 << 20, ("PUT", "BINPUT", "LONG_BINPUT")
+# The largest index, in bytes, that is searched before it is read, which takes about 1 s.
+_LONGEST_SEARCHED = 4 << 20
+# The opcodes of pickle that name a place in the unpickler's memo.
+_MEMO_CODES = ("PUT", "BINPUT", "LONG_BINPUT")
 # The file that Lightning writes beside the shards.
 _REST = "meta.pt"
 # The names that FSDPStrategy and ModelParallelStrategy give to the weights.
@@ -72,6 +70,7 @@ AVERAGED = "averaged.ckpt"
 """The file with the averages of all ranks in a folder of AzureMLLocalSGDStrategy's: an ordinary one of Lightning's."""
 # PipelineStrategy writes the layout file beside the folder with DeepSpeed's files.
 _LAYOUT, _SHARDS = "pipeline.json", "checkpoint"
+_safe_list = threading.Lock()
 
 
 class CheckpointFormatError(ValueError):
@@ -80,13 +79,7 @@ class CheckpointFormatError(ValueError):
 
 @dataclass(frozen=True)
 class CheckpointFormat:
-    """A layout of checkpoints on disk.
-
-    Args:
-        name: the name in messages, as in "is DeepSpeed ZeRO shards".
-        found: tells from file names alone whether a path has this layout. At most one layout may say yes.
-        reader: reads a checkpoint; see `read`.
-    """
+    """A layout of checkpoints on disk. `found` tells from file names alone whether a path has it; at most one may."""
 
     name: str
     found: Callable[[Path], bool]
@@ -95,13 +88,8 @@ class CheckpointFormat:
     def read(self, path: Path, trust_pickles: bool = False) -> dict[str, Any]:
         """Read a whole checkpoint into the form of Lightning's single file.
 
-        Args:
-            path: a checkpoint of this layout.
-            trust_pickles: run whatever code the files ask for.
-
-        Returns:
-            A dictionary with `state_dict`, which holds full CPU tensors under the names of the unsharded module,
-            `hyper_parameters`, and the other entries that Lightning saved.
+        Its `state_dict` holds full CPU tensors under the names of the unsharded module. With `trust_pickles`, reading
+        runs whatever code the files ask for.
 
         Raises:
             CheckpointFormatError: something is missing, or reading would run code.
@@ -124,39 +112,26 @@ def read_file(file: Path, trust_pickles: bool) -> Any:
 
     A file with compressed parts is refused: torch writes none, and they may be a thousand times as large in memory.
 
-    Args:
-        file: a file of a checkpoint.
-        trust_pickles: run whatever code the file asks for.
-
     Raises:
         CheckpointFormatError: the file asks for more than values and tensors.
     """
-    _refuse_compressed(file)
+    packed = None
+    # Other errors are left to torch: the file may be of torch before 1.6, or damaged.
+    with suppress(zipfile.BadZipFile, NotImplementedError, ValueError, OSError), zipfile.ZipFile(file) as archive:
+        packed = next((each for each in archive.infolist() if each.file_size != each.compress_size), None)
+    if packed is not None:
+        raise CheckpointFormatError(f"{file} has a compressed part, {packed.filename!r:.100}, and torch writes none.")
     try:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=not trust_pickles)
     except pickle.UnpicklingError as error:
         raise CheckpointFormatError(_refusal(file, _unsafe(file))) from error
 
 
-def _refuse_compressed(file: Path) -> None:
-    try:
-        with zipfile.ZipFile(file) as archive:
-            packed = next((each for each in archive.infolist() if each.file_size != each.compress_size), None)
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError):
-        return  # of a torch before 1.6, or damaged, which torch says
-    if packed is not None:
-        raise CheckpointFormatError(f"{file} has a compressed part, {packed.filename!r:.100}, and torch writes none.")
-
-
 class DeepSpeedReader:
     """Reads files that DeepSpeed wrote, itself or by DeepSpeed's tool, without running code that they bring along.
 
-    Objects of DeepSpeed's and numpy's classes become empty objects, and none of the classes' code runs. Files that
-    other threads load meanwhile are loaded as these threads ask.
-
-    Args:
-        files: files that DeepSpeed wrote.
-        trust_pickles: run whatever code the files ask for, and change nothing.
+    Objects of DeepSpeed's and numpy's classes become empty objects, and none of the classes' code runs. Other threads
+    that load files at the same time are not affected. With `trust_pickles`, the files run whatever code they ask for.
 
     Raises:
         CheckpointFormatError: a file asks for something else.
@@ -173,11 +148,7 @@ class DeepSpeedReader:
         ]
 
     def load(self, file: Any, **arguments: Any) -> Any:
-        """Load a file as `torch.load` does, whatever the caller says of `weights_only`.
-
-        Raises:
-            CheckpointFormatError: it asks for more than values, tensors and what is harmless.
-        """
+        """Load a file as `torch.load` does, but with our own `weights_only` in place of the caller's."""
         if self._trust_pickles:
             return torch.load(file, **{**arguments, "weights_only": False})
         # torch has one list of safe classes for all threads. While a pickle is read, entries are added to it, and two
@@ -192,69 +163,42 @@ class DeepSpeedReader:
         """Join the float32 weights of a checkpoint of ZeRO, by DeepSpeed's own tool.
 
         The tool loads with `weights_only=False`. So this runs a copy of the tool's module in which `load` replaces
-        `torch.load`.
-
-        Args:
-            path: the folder, which has a file `latest`.
+        `torch.load`. The folder has a file `latest`.
         """
         spec = importlib.util.find_spec("deepspeed.utils.zero_to_fp32")
         assert spec is not None
         assert spec.loader is not None
         tool: Any = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(tool)
-        tool.torch = _OtherLoad(self.load)
+        tool.torch = ModuleType("torch")
+        vars(tool.torch).update(vars(torch), load=self.load)
         joined: dict[str, Tensor] = tool.get_fp32_state_dict_from_zero_checkpoint(str(path))
         return joined
-
-
-_safe_list = threading.Lock()
-
-
-class _OtherLoad(ModuleType):
-    """Torch, but with another `load`."""
-
-    def __init__(self, load: Callable[..., Any]) -> None:
-        super().__init__("torch")
-        self.load = load
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
 
 class _Inert:
     """Stands for an object whose content is not needed."""
 
-    def __init__(self, *arguments: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        pass
+    def __init__(self, *arguments: Any) -> None: ...
+    def __setstate__(self, state: Any) -> None: ...
 
 
-class IndexReader(FileSystemReader):
-    """Torch's reader of sharded checkpoints, but its pickled index can create nothing other than an index.
-
-    Args:
-        path: the folder of the checkpoint.
-        trust_pickles: run whatever code the index asks for.
-    """
+class IndexReader(filesystem.FileSystemReader):
+    """Torch's reader of sharded checkpoints, whose pickled index can make only an index, unless it is trusted."""
 
     def __init__(self, path: Path, trust_pickles: bool) -> None:
         super().__init__(path)
         self._trust_pickles = trust_pickles
 
     @override
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         if self._trust_pickles:
             return super().read_metadata(*args, **kwargs)
         return read_index(Path(self.path))
 
 
-def read_index(folder: Path) -> Metadata:
+def read_index(folder: Path) -> metadata.Metadata:
     """Read the index of a sharded checkpoint. Nothing but an index can be made of it.
-
-    Args:
-        folder: of the checkpoint.
 
     Raises:
         CheckpointFormatError: it is damaged, or asks for something that an index does not hold.
@@ -262,13 +206,13 @@ def read_index(folder: Path) -> Metadata:
     file = folder / ".metadata"
     try:
         content = file.read_bytes()
-        # A pickle may number a place in the unpickler's memory for which the file has no objects: the unpickler would
-        # make room for it. torch writes none. A large index is not searched, as that takes longer than to read it.
+        # A damaged pickle may name a place in the unpickler's memo far beyond its own length, and the unpickler would
+        # allocate room up to it. A large index is not searched, because that takes longer than reading it.
         if len(content) <= _LONGEST_SEARCHED:
             places = [argument for code, argument, _ in pickletools.genops(content) if code.name in _MEMO_CODES]
             if max((int(each or 0) for each in places), default=0) > len(content):
                 raise ValueError("a place in memory that the file has no objects for")
-        index: Metadata = _IndexUnpickler(io.BytesIO(content), file).load()
+        index: metadata.Metadata = _IndexUnpickler(io.BytesIO(content), file).load()
         _check_index(folder, index)
     except (CheckpointFormatError, OSError):
         raise
@@ -276,13 +220,13 @@ def read_index(folder: Path) -> Metadata:
         raise CheckpointFormatError(
             f"{file} is damaged: {type(error).__name__}: {error}. Use an earlier checkpoint, or copy this one again."
         ) from error
-    index.storage_meta = None  # it says when and by whom the checkpoint was written
+    index.storage_meta = None  # when and by whom the checkpoint was written, which nobody needs
     return index
 
 
 def _check_index(folder: Path, index: Any) -> None:
     """Refuse an index with parts of other types, tensors larger than their parts, or files outside the folder."""
-    if type(index) is not Metadata:
+    if type(index) is not metadata.Metadata:
         raise TypeError(f"it holds a {type(index).__name__}, and no index")
     for name, entry in index.state_dict_metadata.items():
         kinds = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
@@ -291,7 +235,7 @@ def _check_index(folder: Path, index: Any) -> None:
         if type(entry) is metadata.TensorStorageMetadata:
             if type(entry.properties.dtype) is not torch.dtype or type(entry.size) is not torch.Size:
                 raise TypeError("a tensor without a type or a size")
-            # a reader makes room for the tensor before it reads the parts
+            # a reader allocates the tensor before it reads the parts
             if sum(math.prod(each.sizes) for each in entry.chunks) < math.prod(entry.size):
                 raise ValueError(f"a tensor of {tuple(entry.size)} has parts of fewer numbers")
     for place, stored in (index.storage_data or {}).items():
@@ -369,23 +313,15 @@ class _ValuesPlanner(DefaultLoadPlanner):
 
 
 def _numbers_of_numpy() -> AbstractContextManager[Any]:
-    """While this is entered, torch loads numpy's numbers, such as a learning rate that a lambda computed."""
+    """A context in which torch loads numpy's numbers, such as a learning rate that a lambda computed."""
     kinds = [type(np.dtype(kind)) for kind in np.typecodes["AllInteger"] + np.typecodes["Float"] + "?"]
     needed: list[Any] = [np.float64(0).__reduce__()[0], np.dtype, *dict.fromkeys(kinds)]
-    known = torch.serialization.get_safe_globals()  # what the user has registered stays so
+    known = torch.serialization.get_safe_globals()  # classes that the user has registered stay registered
     return torch.serialization.safe_globals([each for each in needed if each not in known])
 
 
 def find_unloadable(state: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Find the values that `load_sharded` will refuse.
-
-    Args:
-        state: nested dictionaries and lists of tensors and values, as a sharded checkpoint is written from.
-        place: the keys that lead to it.
-
-    Yields:
-        The keys that lead to a value, and the value.
-    """
+    """Find the values of a state that `load_sharded` will refuse: yield the keys that lead to each, and the value."""
     if isinstance(state, dict) or type(state) in (list, tuple):
         for key, each in state.items() if isinstance(state, dict) else enumerate(state):
             yield from find_unloadable(each, (*place, str(key)))
@@ -396,62 +332,48 @@ def find_unloadable(state: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[t
 
 
 def load_sharded(state: dict[str, Any], path: Path) -> None:
-    """Load the entries of a sharded checkpoint into a state, as `torch.distributed.checkpoint.load` does; a collective.
+    """Load a sharded checkpoint into nested dictionaries, in place, as `torch.distributed.checkpoint.load` does.
 
-    Neither the index nor an entry that is no tensor can run code.
-
-    Args:
-        state: nested dictionaries of tensors and values, which are loaded in place.
-        path: the folder of the checkpoint.
+    This is a collective. Neither the index nor an entry that is no tensor can run code.
 
     Raises:
         CheckpointFormatError: a part is missing, does not fit, or would run code.
     """
-    from torch.distributed.checkpoint import load  # type: ignore[attr-defined]
+    _load(path, state, storage_reader=IndexReader(path, False), planner=_ValuesPlanner(False, nested=True))
 
+
+def _load(path: Path, state: dict[str, Any], **arguments: Any) -> None:
     try:
-        load(state, storage_reader=IndexReader(path, False), planner=_ValuesPlanner(False, nested=True))
+        load(state, **arguments)
     except CheckpointException as error:
-        raise _unread(path, _reason(error)) from error
+        reason = str(next(iter(error.failures.values()))[0])  # the error holds those of all ranks, with their stacks
+        if "Weights only load failed" in reason:  # the reason stands between advice that does not apply here
+            reason = reason.partition("\n\nCheck the documentation")[0].splitlines()[-1].strip()
+        raise _unread(path, reason) from error
 
 
 def _read_distributed(path: Path, trust_pickles: bool) -> dict[str, Any]:
-    from torch.distributed.checkpoint import load  # type: ignore[attr-defined]
-
     reader = IndexReader(path, trust_pickles)
     index = reader.read_metadata()
     root = _root_of_weights(path, index)
     size = sum(each.stat().st_size for each in path.iterdir() if each.is_file())
     wanted = {name: entry for name, entry in index.state_dict_metadata.items() if name.startswith(f"{root}.")}
     tensors = {name: entry for name, entry in wanted.items() if isinstance(entry, metadata.TensorStorageMetadata)}
-    too_large = (
-        name for name, entry in tensors.items() if math.prod(entry.size) * entry.properties.dtype.itemsize > size
-    )
-    large = next(too_large, None)
-    if large is not None:
-        raise _unread(path, f"{large} is larger than all files of the folder")
+    for name, entry in tensors.items():
+        if math.prod(entry.size) * entry.properties.dtype.itemsize > size:
+            raise _unread(path, f"{name} is larger than all files of the folder")
     empty = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in tensors.items()}
     weights = {name: empty.get(name) for name in wanted}
-    # One process reads, also while a training runs in it. Older torch reads alone only where there is no group.
+    # This process reads alone, even if it belongs to a process group. Without one, older torch does so by itself.
     alone = {"no_dist": True} if dist.is_available() and dist.is_initialized() else {}
-    try:  # it loads only what `weights` names: the optimizer's two thirds stay on disk
-        load(weights, storage_reader=reader, planner=_ValuesPlanner(trust_pickles), **alone)
-    except CheckpointException as error:
-        raise _unread(path, _reason(error)) from error
-    # torch has written each member of an extra state by itself.
+    # It loads only what `weights` names. The optimizer's two thirds stay on disk.
+    _load(path, weights, storage_reader=reader, planner=_ValuesPlanner(trust_pickles), **alone)
+    # torch writes each member of an extra state as an entry of its own.
     places = {name: (index.planner_data or {}).get(name, tuple(name.split(".", 1))) for name in weights}
     return {**_beside(path, trust_pickles), "state_dict": unflatten_state_dict(weights, places)[root]}
 
 
-def _reason(error: CheckpointException) -> str:
-    """The reason that one rank gives. The error holds those of all ranks, with their stacks."""
-    reason = str(next(iter(error.failures.values()))[0])
-    if "Weights only load failed" in reason:  # between advice that does not apply here
-        reason = reason.partition("\n\nCheck the documentation")[0].splitlines()[-1].strip()
-    return reason
-
-
-def _root_of_weights(path: Path, index: Metadata) -> str:
+def _root_of_weights(path: Path, index: metadata.Metadata) -> str:
     """The name under which an index has the weights."""
     found = sorted({name.partition(".")[0] for name in index.state_dict_metadata})
     roots = sorted({name.partition(".")[0] for name in index.state_dict_metadata if "." in name} & set(_ROOTS))
@@ -471,7 +393,7 @@ def _root_of_weights(path: Path, index: Metadata) -> str:
     return roots[0]
 
 
-def _beside(path: Path, trust_pickles: bool) -> dict[str, Any]:
+def _beside(path: Path, trust_pickles: bool) -> Any:
     """What Lightning has written beside the shards."""
     file = path / _REST
     if not file.is_file():
@@ -481,8 +403,7 @@ def _beside(path: Path, trust_pickles: bool) -> dict[str, Any]:
             stacklevel=2,
         )
         return {}
-    rest: dict[str, Any] = read_file(file, trust_pickles)
-    return rest
+    return read_file(file, trust_pickles)
 
 
 def _unread(path: Path, reason: str) -> CheckpointFormatError:
@@ -497,13 +418,7 @@ DISTRIBUTED = CheckpointFormat(
 def consolidate_pipeline(folder: Path, trust_pickles: bool = False) -> dict[str, Tensor]:
     """Read the weights of all pipeline stages, under their names in the whole module.
 
-    Args:
-        folder: the checkpoint, as the Trainer wrote it.
-        trust_pickles: run whatever code its files ask for.
-
-    Returns:
-        A state dict for the module's `load_state_dict`, on the CPU and in the dtype of training. Tied parameters appear
-        under each of their names.
+    They are on the CPU and in the dtype of training. Tied parameters appear under each of their names.
 
     Raises:
         CheckpointFormatError: the file of a layer is missing, or reading it would run code.
@@ -523,7 +438,7 @@ def consolidate_pipeline(folder: Path, trust_pickles: bool = False) -> dict[str,
 
 
 def _read_pipeline(path: Path, trust_pickles: bool) -> dict[str, Any]:
-    # This file holds Lightning's own entries, the same on all ranks. Its pickled tensors stay on disk.
+    # This file holds Lightning's own entries, the same on all ranks.
     first = path / _SHARDS / "mp_rank_00_model_states.pt"
     if not first.is_file():
         raise _unread(path, f"there is no {first.relative_to(path)}")
@@ -535,7 +450,7 @@ PIPELINE = CheckpointFormat("DeepSpeed pipeline stages", lambda path: (path / _L
 
 
 def _is_zero(path: Path) -> bool:
-    # A pipeline with ZeRO inside writes optimizer shards too, but it writes its weights into one file for each layer.
+    # A pipeline with ZeRO inside writes optimizer shards too, but its weights are in one file for each layer.
     shards, layers = _zero_files(path, "*zero_pp_rank_*_optim_states.pt"), _zero_files(path, "layer_*-model_states.pt")
     return bool(shards) and not layers
 
@@ -552,7 +467,7 @@ def _read_zero(path: Path, trust_pickles: bool) -> dict[str, Any]:
     if not models:
         raise _unread(path, "there is no file of its model's states, *_model_states.pt")
     reader = DeepSpeedReader(_zero_files(path, "*.pt"), trust_pickles)
-    # This file holds Lightning's own entries, the same on all ranks. Its pickled tensors stay on disk.
+    # The first file holds Lightning's own entries, the same on all ranks.
     saved = reader.load(models[0], map_location="cpu", mmap=True)
     try:
         weights = reader.weights(path)
@@ -577,15 +492,9 @@ def _zero_files(path: Path, pattern: str) -> list[Path]:
 
 
 ZERO = CheckpointFormat("DeepSpeed ZeRO shards", _is_zero, _read_zero)
-
-
 LOCAL_SGD = CheckpointFormat(
     "local SGD's averages and what each rank has of its own",
     lambda path: (path / AVERAGED).is_file(),
     lambda path, trust_pickles: _read_single_file(path / AVERAGED, trust_pickles),
 )
-
-
-__all__ = ["AVERAGED", "FORMATS", "CheckpointFormat", "CheckpointFormatError"]
-
 FORMATS: tuple[CheckpointFormat, ...] = (ZERO, PIPELINE, DISTRIBUTED, LOCAL_SGD, SINGLE_FILE)

@@ -22,41 +22,44 @@ from typing_extensions import override
 log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # bytes, one cache line
-# cudaHostRegisterPortable: pinned for all GPUs of the process, not only for the current one.
+# cudaHostRegisterPortable: the memory is pinned for all GPUs of the process, not only for the current one.
 _PORTABLE = 1
 
 
+@dataclass(frozen=True)
 class HostCopy:
-    """A copy of a training's state, made by `HostCopyBuffer`.
+    """A copy of a training's state, made by `HostCopyBuffer`: the pickled state without its tensors, and their copies.
 
-    Args:
-        structure: the pickled state without its tensors.
-        tensors: copies of the tensors, in the order of the pickler.
-        gpus_done: one event for each GPU, which marks the end of its copies.
+    An event for each GPU marks the end of its copies.
     """
 
-    def __init__(self, structure: io.BytesIO, tensors: Sequence[Tensor], gpus_done: Sequence[torch.cuda.Event]) -> None:
-        self._structure = structure
-        self._tensors = tensors
-        self._gpus_done = gpus_done
+    structure: io.BytesIO
+    tensors: Sequence[Tensor]
+    gpus_done: Sequence[torch.cuda.Event]
 
     def content(self) -> Any:
         """Return the copied state, with its tensors on the host. Any thread may call this."""
-        for event in self._gpus_done:
+        for event in self.gpus_done:
             event.synchronize()
-        self._structure.seek(0)
-        return TensorUnpickler(self._structure, self._tensors).load()
+        self.structure.seek(0)
+        return TensorUnpickler(self.structure, self.tensors).load()
 
 
 class HostCopyBuffer:
     """Memory that holds one copy at a time.
 
     The memory is kept for the next copy, because the system clears new memory page by page, which takes longer than
-    filling it. With GPUs it is pinned, so that they write into it while the host continues.
+    filling it. With GPUs its pages are pinned, so that they write into it while the host continues. For that, ordinary
+    pages are registered with CUDA. torch's own pinned memory would take up to twice as much, because its allocator
+    rounds each block up to a power of two and keeps the blocks that were freed.
+
+    The pages are unregistered before their memory is freed, whatever frees it: growth, the end of the last copy that
+    lies in it, an exception, or the end of the process.
     """
 
     def __init__(self) -> None:
-        self._memory = HostMemory()
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._writers: list[torch.cuda.Event] = []  # after these, GPUs have written into the memory
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -65,17 +68,12 @@ class HostCopyBuffer:
 
         The copy of host tensors is complete when this returns, so no later write to them reaches it. GPUs copy in the
         order of the current stream, before any work that the training queues later in this stream. Other threads of the
-        user must not write to the state meanwhile.
+        user must not write to the state meanwhile. The copy is valid until the next one is made.
 
-        Everything that is not a tensor is pickled. Tensors that share memory share it in the copy. Of a view, only the
-        visible part is copied. Of a wrapper around other tensors, such as a DTensor, those are copied. Sparse and
-        quantized tensors, and subclasses that say nothing of what they hold, are copied while the host waits.
-
-        Args:
-            content: tensors on any device, nested in any objects that can be pickled. Tensors on `meta` stay there.
-
-        Returns:
-            The copy, valid until the next one is made.
+        The tensors may be on any device, and are nested in objects that can be pickled. Everything that is not a tensor
+        is pickled. Tensors that share memory share it in the copy. Of a view, only the visible part is copied. Of a
+        wrapper around other tensors, such as a DTensor, the inner tensors are copied. Sparse and quantized tensors, and
+        subclasses that do not name their inner tensors, are copied while the host waits. Those on `meta` stay there.
 
         Raises:
             MemoryError, OSError, RuntimeError: the host has too little memory.
@@ -87,82 +85,53 @@ class HostCopyBuffer:
         sources: list[Tensor] = []
         makers = [_take_apart(each, sources) for each in pickler.tensors]
         regions = lay_out(sources)
-        self._memory.reserve(needed_bytes(regions))
-        # A clone of a tensor that is more than bytes. On a GPU it takes no memory.
+        self._reserve(needed_bytes(regions))
+        # A tensor that is not a view of bytes is cloned, or read from its GPU, where that takes no memory.
         copies = {
             i: each.clone() if each.device.type in ("cpu", "meta") else each.cpu()
             for i, each in enumerate(sources)
             if not has_bytes(each)
         }
         for region in regions:
-            copies |= region.copied_into(self._memory.bytes, sources)
+            copies |= region.copied_into(self._bytes, sources)
         gpus_done = _events([region.tensor.device for region in regions if region.tensor.is_cuda])
-        self._memory.filled_by(gpus_done)
+        self._writers[:] = gpus_done
         return HostCopy(structure, [make(copies) for make in makers], gpus_done)
 
-
-class HostMemory:
-    """Bytes on the host. With GPUs their pages are pinned, so that a GPU writes into them by itself.
-
-    The pages of ordinary memory are registered with CUDA. torch's own pinned memory would take up to twice as much, as
-    its allocator rounds each block up to a power of two, and it would keep the blocks that were freed.
-
-    The pages are released before their memory is freed, whatever frees it: growth, the end of the last copy that lies
-    in it, an exception, or the end of the process.
-
-    Attributes:
-        bytes: the memory, as a tensor.
-    """
-
-    def __init__(self) -> None:
-        self.bytes = torch.empty(0, dtype=torch.uint8)
-        self._writers: list[torch.cuda.Event] = []
-
-    def reserve(self, size: int) -> None:
-        """Have at least this many bytes, which nobody writes into any more. Those that were there may be lost.
-
-        Args:
-            size: in bytes.
+    def _reserve(self, size: int) -> None:
+        """Have at least this many bytes, into which no GPU writes any more. The old content may be lost.
 
         Raises:
             MemoryError, OSError, RuntimeError: the host has too little memory.
         """
         for event in self._writers:
             event.synchronize()
-        if self.bytes.numel() >= size:
+        if self._bytes.numel() >= size:
             return
-        self.bytes = torch.empty(0, dtype=torch.uint8)  # free the old memory first
+        self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old memory first
         if torch.cuda.is_available():
             self._writers = []
-            self.bytes = torch.from_numpy(_pinned(size, self._writers))
+            self._bytes = torch.from_numpy(_pinned(size, self._writers))
         else:
-            self.bytes = torch.from_numpy(np.empty(size, dtype=np.uint8))  # numpy asks for huge pages
-
-    def filled_by(self, events: Sequence[torch.cuda.Event]) -> None:
-        """Note after which events GPUs have written into the memory. It is neither freed nor used again before."""
-        self._writers[:] = events
+            self._bytes = torch.from_numpy(np.empty(size, dtype=np.uint8))  # numpy asks for huge pages
 
 
 def _pinned(size: int, writers: list[torch.cuda.Event]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Whole pages that GPUs can write into by themselves; ordinary ones, with a warning, if CUDA cannot pin them.
+    """Whole pages that GPUs can write into by themselves; ordinary pages, with a warning, if CUDA cannot pin them.
 
-    Processes that are forked later, such as those of a DataLoader, share the pages. A kernel copies private pages that
-    are pinned for each of them.
-
-    Args:
-        size: in bytes.
-        writers: what to wait for before the pages are released.
+    The mapping is shared, so that processes that are forked later, such as those of a DataLoader, share its pages. The
+    kernel would copy private pages that are pinned for each of them. The pages are released after the writers' events.
     """
     pages = mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
     memory = np.frombuffer(pages, dtype=np.uint8)
     try:
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:  # in a process that was forked after CUDA was used, and trains on its CPU
+    except RuntimeError as error:  # this process was forked after CUDA was used, and trains on its CPU
         log.warning("CUDA cannot pin host memory here (%s), so that training waits longer for a checkpoint.", error)
         return memory
     status = cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)
     if int(status) == 0:
-        # An array calls this before it lets go of its memory. A mapping would call it afterwards.
+        # The finalizer of an array is called before its memory is freed, that of a mapping afterwards.
         weakref.finalize(memory, _release, memory.ctypes.data, torch.cuda.current_device(), os.getpid(), writers)
         return memory
     log.warning(
@@ -184,7 +153,7 @@ def _release(address: int, device: int, process: int, writers: Sequence[torch.cu
         for event in writers:
             event.synchronize()
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    with torch.cuda.device(device):  # a thread that has not used CUDA yet would start it on the first GPU
+    with torch.cuda.device(device):  # otherwise a thread that has not used CUDA yet would start it on the first GPU
         status = cudart.cudaHostUnregister(address)
     if int(status) != 0:
         reason = cudart.cudaGetErrorString(status)
@@ -206,9 +175,9 @@ class Region:
     """A gapless range of memory that some tensors lie in, and the place of its copy.
 
     Attributes:
-        tensor: a tensor that begins at the start of the region.
-        address: address of the first byte.
-        size: bytes.
+        tensor: one that begins at the start of the region.
+        address: of the first byte.
+        size: in bytes.
         target: offset of the copy in the buffer, in bytes.
         members: indices of the tensors that lie in the region.
     """
@@ -220,23 +189,19 @@ class Region:
     members: list[int]
 
     def copied_into(self, buffer: Tensor, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Copy the region into the buffer, without waiting for a GPU.
-
-        Returns:
-            The copies of the tensors that lie in the region, by their index.
-        """
+        """Copy the region into the buffer, without waiting for a GPU, and return its tensors' copies by their index."""
         copy = buffer[self.target : self.target + self.size]
         if self.tensor.device.type == "cpu":
-            # torch's copy would use threads: they gain little, and on busy cores they wait for one another at each
-            # region. memmove takes an address, as overlapping tensors may belong to storages none of which covers the
-            # whole region.
+            # torch's copy would use threads. They gain little, and on busy cores they wait for one another at each
+            # region. memmove takes an address: no storage of overlapping tensors need cover the whole region.
             ctypes.memmove(copy.data_ptr(), self.address, self.size)
         else:
             source = torch.empty(0, dtype=torch.uint8, device=self.tensor.device)
             storage = self.tensor.untyped_storage()
             source.set_(storage, self.address - storage.data_ptr(), (self.size,), (1,))
             copy.copy_(source, non_blocking=self.tensor.is_cuda)
-        base = torch.from_numpy(copy.numpy())  # a storage of its own, as torch.save writes each storage whole and once
+        # The region gets a storage of its own, because torch.save writes each storage whole and once.
+        base = torch.from_numpy(copy.numpy())
         views = {}
         for index in self.members:
             tensor = tensors[index]
@@ -281,9 +246,9 @@ def needed_bytes(regions: Sequence[Region]) -> int:
 
 
 def has_bytes(tensor: Tensor) -> bool:
-    """Tell whether a tensor is only a view of bytes.
+    """Whether a tensor is only a view of bytes.
 
-    One that is empty, sparse, quantized, nested, on the meta device or of a subclass is not, nor one with a conjugate
+    An empty, sparse, quantized or nested tensor is not, nor one on the meta device, of a subclass, or with a conjugate
     or negative bit.
     """
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
@@ -292,19 +257,15 @@ def has_bytes(tensor: Tensor) -> bool:
 
 
 def _take_apart(tensor: Tensor, sources: list[Tensor]) -> Callable[[Mapping[int, Tensor]], Tensor]:
-    """Find the tensors that hold the values of a tensor.
-
-    Args:
-        tensor: of any kind.
-        sources: they are added to this list.
+    """Add the tensors that hold the values of a tensor to the sources.
 
     Returns:
-        Makes the like of the tensor on the host, from copies by their index in `sources`.
+        A function that makes the like of the tensor on the host, from copies by their index in the sources.
     """
     if hasattr(type(tensor), "__tensor_flatten__"):  # torch's protocol for wrappers of other tensors
         return _unwrap(tensor, sources)
     memory, conjugate, negative = tensor.detach(), tensor.is_conj(), tensor.is_neg()
-    memory = memory.conj() if conjugate else memory  # without the bit, the same bytes
+    memory = memory.conj() if conjugate else memory  # the same bytes, without the bit
     memory = torch._neg_view(memory) if negative else memory
     index = len(sources)
     sources.append(memory)
@@ -322,7 +283,7 @@ def _take_apart(tensor: Tensor, sources: list[Tensor]) -> Callable[[Mapping[int,
 
 def _unwrap(tensor: Any, sources: list[Tensor]) -> Callable[[Mapping[int, Tensor]], Tensor]:
     names, context = tensor.__tensor_flatten__()
-    held = {name: getattr(tensor, name) for name in names}  # a DTensor holds its mesh, too
+    held = {name: getattr(tensor, name) for name in names}  # not only tensors: a DTensor also holds its mesh
     makers = {name: _take_apart(each, sources) for name, each in held.items() if isinstance(each, Tensor)}
 
     def make(copies: Mapping[int, Tensor]) -> Tensor:

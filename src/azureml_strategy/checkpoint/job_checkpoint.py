@@ -31,7 +31,14 @@ from azureml_strategy.checkpoint.folder import CheckpointFolder, this_run
 from azureml_strategy.checkpoint.global_batch import running_global_batch
 from azureml_strategy.checkpoint.loop_progress import FitLoopState
 from azureml_strategy.checkpoint.manifest import Manifest
-from azureml_strategy.checkpoint.metric_state import Settings, metric_settings, metric_state, restore_metric_state
+from azureml_strategy.checkpoint.metric_state import (
+    Settings,
+    log_pending,
+    metric_settings,
+    metric_state,
+    pending_metrics,
+    restore_metric_state,
+)
 from azureml_strategy.checkpoint.module_record import module_entry, remember_input
 from azureml_strategy.checkpoint.monitor import (
     FALLBACK,
@@ -43,31 +50,13 @@ from azureml_strategy.checkpoint.monitor import (
 from azureml_strategy.checkpoint.random_state import find_generators, random_state, set_random_state
 from azureml_strategy.checkpoint.writer import BackgroundWriter, CheckpointWriter, Written
 from azureml_strategy.control.gather import gather_sound
-from azureml_strategy.interfaces import ExpectsCheckpoints, KeepsPendingMetrics, PendingMetrics
+from azureml_strategy.interfaces import ExpectsCheckpoints, PendingMetrics
 from azureml_strategy.lightning_internals import checkpoint_io, restore_as_given, set_checkpoint_io, training_loaders
 
 log = logging.getLogger(__name__)
 
 # Key of our own entry in Lightning's checkpoint.
 _OURS = "azureml_strategy"
-
-
-def pending_metrics(trainer: Trainer) -> list[PendingMetrics]:
-    """Collect the pending metrics of each such logger. A resumed run would not log them again."""
-    return [logger.pending_metrics() for logger in trainer.loggers if isinstance(logger, KeepsPendingMetrics)]
-
-
-def log_pending(trainer: Trainer, kept: list[PendingMetrics]) -> None:
-    """Give the loggers their pending metrics back. They skip those that the store already has."""
-    loggers = [logger for logger in trainer.loggers if isinstance(logger, KeepsPendingMetrics)]
-    for logger, metrics in zip(loggers, kept, strict=False):  # a logger that was added since has no entry
-        logger.log_pending(metrics)
-    lost = sum(map(len, kept[len(loggers) :]))
-    if lost:
-        rank_zero_warn(
-            f"The checkpoint holds {lost:,} metrics that no store had yet, of a logger that this Trainer has not: they "
-            "are left out. Give the Trainer the loggers that it had."
-        )
 
 
 class JobCheckpoint(ModelCheckpoint):
@@ -161,8 +150,7 @@ class JobCheckpoint(ModelCheckpoint):
         self._every_n_epochs = every_n_epochs
         self._every_steps = every_n_train_steps
         self._timer = SharedTimer(60 * every_minutes) if every_minutes is not None else None
-        self._due = ""
-        self._measured = False
+        self._due, self._measured = "", False  # why to write at the next step boundary; whether a validation has ended
         self._steps = 0
         self._monitor_known = False  # whether anybody logs it
         self.monitor_is_default = False
@@ -216,7 +204,7 @@ class JobCheckpoint(ModelCheckpoint):
             self._background.connect(trainer)
         if self._timer is not None:
             self._timer.restart()
-        self._steps = self._last_global_step_saved = trainer.global_step  # a fit before this one may have had as many
+        self._steps = self._last_global_step_saved = trainer.global_step  # an earlier fit may have saved at this step
         self._last_checkpoint_saved, self._monitor_known = "", False
         self._unvalidated = never_validates(trainer)
         if self.monitor and not trainer.fast_dev_run and self._unvalidated:  # type: ignore[attr-defined]
@@ -231,7 +219,7 @@ class JobCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Where no validation comes, an epoch is measured at its end. The loaders may turn out to be empty only then.
+        # Without validation, an epoch is measured at its end. Only then it may turn out that the loaders are empty.
         if self._unvalidated or (trainer.num_val_batches and not any(trainer.num_val_batches)):
             self._note_measurement(trainer)
 
@@ -241,7 +229,7 @@ class JobCheckpoint(ModelCheckpoint):
             self._note_measurement(trainer)
 
     def on_step_boundary(self, trainer: Trainer) -> None:
-        """Save a checkpoint if one is due. Between two steps, nothing of the last step is missing."""
+        """Save a checkpoint if one is due: between two steps, after every hook of the last one."""
         before, self._steps = self._steps, trainer.global_step
         every = self._every_steps
         passed = every is not None and self._steps // every > before // every  # a batch may take several steps
@@ -262,7 +250,7 @@ class JobCheckpoint(ModelCheckpoint):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._should_skip_saving_checkpoint(trainer):
-            self._save(trainer, "end")  # the training has ended where no boundary between two steps was
+            self._save(trainer, "end")  # no step boundary has come since the last step
         self._finish(trainer)
         if self.monitor and not self.best_k_models and self.last_model_path:
             _warn(
@@ -288,8 +276,10 @@ class JobCheckpoint(ModelCheckpoint):
     def save_now(self, trainer: Trainer, reason: str) -> str | None:
         """Write a checkpoint, if this step has none; a collective.
 
+        Call it on all ranks between the same two steps, as in `on_step_boundary`.
+
         Args:
-            trainer: on all ranks between the same two steps, as in `on_step_boundary`.
+            trainer: in training.
             reason: why it is written, for the manifest and the log.
 
         Returns:
@@ -401,7 +391,7 @@ class JobCheckpoint(ModelCheckpoint):
         mine = is_absent(trainer, self.monitor), list(trainer.callback_metrics)
         absent, logged = trainer.strategy.broadcast(mine)
         self._monitor_known = absent or self.monitor in logged
-        if not absent or self._unvalidated:  # the latter was said before the first step
+        if not absent or self._unvalidated:  # that no validation runs was logged before the first step
             return ""
         if self.monitor_is_default:
             found = FALLBACK in logged
@@ -436,7 +426,7 @@ class JobCheckpoint(ModelCheckpoint):
 
     def _new_manifest(self, trainer: Trainer, reason: str) -> Manifest:
         """The manifest without its files. Rank 0's is written."""
-        # the metric of the last validation, if it came after the previous checkpoint
+        # The score is the metric of the last validation, if that came after the previous checkpoint.
         score = trainer.callback_metrics.get(self.monitor) if self.monitor and self._measured else None
         return Manifest(
             name=Path(self.format_checkpoint_name(self._monitor_candidates(trainer))).name,

@@ -9,7 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -44,8 +44,7 @@ from azureml_strategy.lightning_internals import (
 
 log = logging.getLogger(__name__)
 
-
-# Key of the random state at the start of a pass through the data. Making its iterators draws random numbers.
+# Key of the random state from before the iterators of an epoch were made. Making them draws random numbers.
 _BEGIN = -1
 # Reading at least this many batches again is logged, to explain the delay.
 _MANY_BATCHES = 50
@@ -66,14 +65,14 @@ class _RecordsItsEnd(Iterator[Any]):
 
 
 def watch_ends(loaders: CombinedLoader) -> None:
-    """Note from now on which iterators come to their end. Call it once for those of an epoch."""
+    """Record from now on which iterators end. Call it once for the iterators of an epoch."""
     iterators = loader_iterators(loaders) or []
-    if len(iterators) > 1 and not begins_shorter_anew(loaders):  # else Lightning notes it itself
+    if len(iterators) > 1 and not begins_shorter_anew(loaders):  # otherwise Lightning records it
         iterators[:] = [_RecordsItsEnd(each) for each in iterators]
 
 
 def ended(loaders: CombinedLoader) -> list[bool]:
-    """Tell of each loader whether it has come to its end in this epoch."""
+    """Whether each loader has ended in this epoch."""
     if begins_shorter_anew(loaders):
         return list(ended_once(loaders))
     return [isinstance(each, _RecordsItsEnd) and each.ended for each in loader_iterators(loaders) or ()]
@@ -95,14 +94,11 @@ class DataPosition:
     """Remembers how to return to the same batch of the same epoch.
 
     Loaders with `state_dict` and `load_state_dict` are asked for their state. All others are read again from the
-    beginning of the epoch. Before that, the random numbers are restored to where they were when the iterators were made
-    and when the first batch was read, so that samplers, worker processes and random transforms draw the same.
+    beginning of the epoch. Before that, the random generators are set back to where they were when the iterators were
+    made and when the first batch was read, so that samplers, worker processes and random transforms draw the same.
 
-    If a loader has no length, Lightning reads one batch ahead. States and random numbers are then those before that
-    batch, so that it is read again.
-
-    Args:
-        trainer: whose training loaders are tracked.
+    If a loader has no length, Lightning reads one batch ahead. The states and random numbers are then those from before
+    that batch, so that it is read again.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -162,29 +158,23 @@ class DataPosition:
         return {"marks": list(marks.items()), "loaders": loaders, "ended": at_end, "reloaded": reloaded}
 
     def load_state_dict(self, state: dict[str, Any] | None, read_again: bool) -> None:
-        """Set the position that `seek` goes to.
+        """Set the position of this rank that `seek` goes to; None if another number of ranks wrote the checkpoint.
 
-        Args:
-            state: this rank's; None if the checkpoint was written by another number of ranks.
-            read_again: whether a loader that cannot restore its position is read again up to it.
+        With `read_again`, a loader that cannot restore its position is read again up to there.
         """
         self._saved, self._may_read_again = state, read_again
 
     def seek(self, fetcher: DataFetcher, batches: int) -> None:
-        """Make the next batch the one that was next when the checkpoint was written.
-
-        Args:
-            fetcher: Lightning's. Nothing that counts has been read from it yet.
-            batches: number of batches of the epoch that were read before.
+        """Make the next batch the one that was next when the checkpoint was written, after `batches` of the epoch.
 
         Raises:
             ResumeError: the batches would have to be read again, and `load_state_dict` forbade it.
         """
         saved, self._saved = self._saved, None
         self._marks = dict(saved["marks"]) if saved is not None else {}
-        # From another number of ranks, there are rank 0's states, in Lightning's own entry of the checkpoint.
+        # Of another number of ranks, only rank 0's states are known, from Lightning's own entry of the checkpoint.
         states = saved["loaders"] if saved is not None else take_loader_states(self._trainer) or None
-        self._loaders.reset()  # ends workers that have started with other random numbers
+        self._loaders.reset()  # ends worker processes that have started with other random numbers
         if _BEGIN in self._marks:
             set_random_state(self._marks[_BEGIN], self._generators())
         if states is not None and self._all_stateful():
@@ -214,11 +204,11 @@ class DataPosition:
             load_loader_states(self._loaders, saved["loaders"])
 
     def restart_ended(self, fetcher: DataFetcher) -> None:
-        """Restart the new iterators that are at their end, as they would yield nothing."""
+        """Restart new iterators that have ended already, because they would yield nothing."""
         saved, self._saved = self._saved, None
         if saved is None or not saved["loaders"] or not self._all_stateful():
             return
-        if isinstance(fetcher, PrefetchDataFetcher) and fetcher.length is None:
+        if self._reads_ahead(fetcher):
             if not fetcher.batches:
                 iter(fetcher)
             return
@@ -242,8 +232,8 @@ class DataPosition:
                 "let it be read again, `read_again=True` (checkpoint.read_again=true); or go on from a checkpoint of "
                 "an epoch's end, `resume=PATH`."
             )
-        started = time.monotonic()
-        if batches >= _MANY_BATCHES and self._trainer.is_global_zero:
+        started, is_logged = time.monotonic(), batches >= _MANY_BATCHES and self._trainer.is_global_zero
+        if is_logged:
             log.warning(
                 "Reading the %d batches of the interrupted epoch again: the data loader does not know its place. One "
                 "with state_dict and load_state_dict does, such as azureml_strategy.data.ResumableLoader.",
@@ -251,21 +241,18 @@ class DataPosition:
             )
         for _ in range(batches):
             next(fetcher)
-        if batches >= _MANY_BATCHES and self._trainer.is_global_zero:
+        if is_logged:
             log.warning("Read %d batches again in %.0f s.", batches, time.monotonic() - started)
 
     def _keep_mark_of_new_iterators(self) -> None:
-        """Keep the random state from before a loader restarted.
-
-        A loader that is shorter than another one restarts within the epoch, and draws random numbers for it.
-        """
+        """Keep the random state from before a shorter loader restarted within the epoch, for which it draws numbers."""
         if self._last is not None and self._last[2] != self._iterators():
             self._marks[self._last[0]] = self._last[1]
 
     def _iterators(self) -> list[int]:
         return [id(each) for each in loader_iterators(self._loaders) or ()]
 
-    def _reads_ahead(self, fetcher: DataFetcher) -> bool:
+    def _reads_ahead(self, fetcher: DataFetcher) -> TypeGuard[PrefetchDataFetcher]:
         return isinstance(fetcher, PrefetchDataFetcher) and fetcher.length is None
 
     def _all_stateful(self) -> bool:
@@ -282,10 +269,7 @@ class DataPosition:
 class FitLoopState:
     """Calls callbacks between steps, and puts a resumed fit loop where the checkpoint was written.
 
-    Lightning has no hook for either, so this wraps some methods of the Trainer's two loops.
-
-    Args:
-        trainer: owner of the loops; use `FitLoopState.of`.
+    Lightning has no hook for either, so this wraps some methods of the Trainer's two loops. Get it by `of`.
 
     Attributes:
         data: the position in the training data.
@@ -296,7 +280,7 @@ class FitLoopState:
     _of_trainers: ClassVar[weakref.WeakKeyDictionary[Trainer, FitLoopState]] = weakref.WeakKeyDictionary()
 
     def __init__(self, trainer: Trainer) -> None:
-        self._ref = weakref.ref(trainer)  # weak, as the trainer refers to this object by its loops
+        self._ref = weakref.ref(trainer)  # weak, because the trainer's loops refer to this object
         self.data = DataPosition(weakref.proxy(trainer))
         self._restore: Callable[[bool], None] | None = None
         self._within_epoch = False
@@ -327,23 +311,22 @@ class FitLoopState:
         return cls._of_trainers[trainer]
 
     def forget(self) -> None:
-        """Resume nothing: a state that a failed `fit` was to resume from does not belong to the next one."""
+        """Resume nothing. The state that a failed `fit` was to resume from does not belong to the next one."""
         self._restore = None
 
     def resume(self, data: dict[str, Any] | None, restore: Callable[[bool], None], read_again: bool) -> None:
         """Make the next `fit_loop.run` begin between the two steps where the checkpoint was written.
 
         Args:
-            data: this rank's `DataPosition.state_dict`; None if the checkpoint was written by another number of ranks.
-            restore: called last before the next step, to restore what hooks have changed meanwhile. Its argument says
+            data, read_again: see `DataPosition.load_state_dict`.
+            restore: called last before the next step, to restore what hooks have changed meanwhile. Its argument tells
                 whether that step is not the first of its epoch.
-            read_again: whether loaders that cannot restore their position are read again up to it.
         """
         self.data.load_state_dict(data, read_again)
         self._restore = restore
 
     def _run(self, run: Callable[[], None]) -> None:
-        """Wrap `_FitLoop.run`. A training that is already complete runs its end hooks again: they may swap weights."""
+        """Wrap `_FitLoop.run`. If the training is complete, call its last hooks again: they may swap weights."""
         resumes, self._started, self._within_epoch = self._restore is not None, False, False
         self._steps = self._trainer.global_step
         if resumes:
@@ -363,12 +346,12 @@ class FitLoopState:
     def _correct_progress(self) -> None:
         """Tell Lightning whether an epoch is under way, which it would otherwise guess.
 
-        With `max_steps`, it assumes that a Trainer is always within an epoch, and then reads another batch.
+        With `max_steps`, Lightning assumes that a Trainer is always within an epoch, and then reads another batch.
         """
         fit = self._trainer.fit_loop
         epoch, batches = fit.epoch_progress, fit.epoch_loop.batch_progress
         if epoch.current.processed < epoch.current.started and batches.is_last_batch:
-            epoch.increment_processed()  # with another number of ranks, no whole batch of the epoch is left
+            epoch.increment_processed()  # another number of ranks has no whole batch of this epoch left
         for progress in (epoch.total, epoch.current):
             progress.completed = progress.processed
         self._within_epoch = epoch.current.processed < epoch.current.started
@@ -391,7 +374,7 @@ class FitLoopState:
 
     def _reset(self, reset: Callable[[], None]) -> None:
         with warnings.catch_warnings():
-            if self._restore is not None:  # this class handles what it warns of
+            if self._restore is not None:  # this class takes care of what Lightning warns of
                 warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before")
             reset()
 
@@ -431,8 +414,8 @@ class FitLoopState:
         on_advance_end()
         if accumulating(self._trainer, stepped=True):
             return
-        # Until the epoch is over it counts as the current one: for callbacks, for checkpoint names, and for stock
-        # Lightning if it resumes from such a checkpoint.
+        # The epoch still counts as the current one: for callbacks, for checkpoint names, and for stock Lightning if it
+        # resumes from such a checkpoint.
         progress = self._trainer.fit_loop.epoch_progress
         for each in (progress.total, progress.current):
             each.completed -= 1
@@ -455,7 +438,7 @@ class FitLoopState:
 
 
 def _is_over(trainer: Any) -> bool:
-    """Tell at the end of an epoch whether Lightning ends the training now. Its own `done` would print a line."""
+    """Whether Lightning ends the training at this end of an epoch. Its own `done` would print a line."""
     fit, steps = trainer.fit_loop, trainer.global_step
     epochs = fit.epoch_progress.current.processed
     by_epochs = fit.max_epochs not in (None, -1) and epochs >= fit.max_epochs
@@ -465,12 +448,9 @@ def _is_over(trainer: Any) -> bool:
 
 
 def accumulating(trainer: Trainer, stepped: bool) -> bool:
-    """Tell whether gradients wait for further batches, at the end of a batch.
+    """Whether gradients wait for further batches, at the end of a batch.
 
-    Args:
-        trainer: in training.
-        stepped: whether an optimizer has stepped in the last batch. If a module optimizes manually, only this may show
-            whether it accumulates.
+    If a module optimizes manually, only `stepped`, an optimizer's step in that batch, may show whether it accumulates.
     """
     engine = getattr(trainer.strategy, "deepspeed_engine", None)
     if engine is not None:  # DeepSpeed keeps counting across epochs, Lightning restarts

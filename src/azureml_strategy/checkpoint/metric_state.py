@@ -1,4 +1,4 @@
-"""Save and restore the values that metrics and `self.log` have accumulated.
+"""Save and restore the values that metrics and `self.log` have accumulated, and those that loggers have yet to write.
 
 Lightning's checkpoint has the states of a torchmetrics metric only if they are persistent, and then only those of rank
 0. It lacks the epoch means of `self.log(..., on_epoch=True)` and the values that callbacks monitor.
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
+from azureml_strategy.interfaces import KeepsPendingMetrics, PendingMetrics
 from azureml_strategy.lightning_internals import (
     LOGGED,
     ResultMetric,
@@ -55,8 +56,7 @@ _REDUCTIONS: dict[str, Any] = {
 def metric_settings(trainer: Trainer) -> Settings:
     """Record the attributes that the script gave each metric, so that `metric_state` finds what updates have changed.
 
-    Args:
-        trainer: the Trainer in `on_fit_start`, when the metrics exist and have seen no data.
+    Call it in `on_fit_start`, when the metrics exist and have seen no data.
     """
     return {
         path: {
@@ -74,11 +74,7 @@ def metric_state(trainer: Trainer, settings: Settings) -> MetricState:
     The function finds metrics that are a submodule of the LightningModule, an attribute of one, or part of an
     attribute's list, tuple or dict of metrics. It copies their states, persistent or not, as this rank has them before
     they are joined over the ranks. It also copies every other attribute that has changed since `settings` and is made
-    of tensors, numbers and strings.
-
-    Args:
-        trainer: the Trainer after all hooks of a step, or of an epoch.
-        settings: the result of `metric_settings` in the same fit.
+    of tensors, numbers and strings. Call it after all hooks of a step, or of an epoch.
     """
     holders = dict(_find(trainer.lightning_module))
     memo: dict[int, Tensor] = {}  # one copy of each state that metrics of a collection share
@@ -90,14 +86,12 @@ def metric_state(trainer: Trainer, settings: Settings) -> MetricState:
 
 
 def restore_metric_state(trainer: Trainer, state: MetricState) -> None:
-    """Restore the state of metrics, epoch means and monitored values.
+    """Restore this rank's `metric_state`.
 
-    Args:
-        trainer: the Trainer after `on_train_start`, before the `training_step` of the first batch after the checkpoint.
-        state: this rank's result of `metric_state`.
+    Call it after `on_train_start`, before the `training_step` of the first batch after the checkpoint.
     """
     for path, holder in list(_find(trainer.lightning_module)):
-        # the script's hooks add a metric at each step of a tracker: make those that it had
+        # A script's hook adds a metric at each step of a tracker. Add as many as the tracker had.
         while isinstance(holder, MetricTracker) and len(holder) < state["trackers"].get(path, 0):
             holder.increment()
     holders = dict(_find(trainer.lightning_module))
@@ -113,6 +107,24 @@ def restore_metric_state(trainer: Trainer, state: MetricState) -> None:
         if isinstance(holder, MetricCollection) and holder._groups_checked and not holder._state_is_copy:
             holder._compute_groups_create_state_ref()
     _restore_logged(trainer, state["logged"], holders)
+
+
+def pending_metrics(trainer: Trainer) -> list[PendingMetrics]:
+    """Collect the metrics that each logger has not written yet. A resumed run would not log them again."""
+    return [logger.pending_metrics() for logger in trainer.loggers if isinstance(logger, KeepsPendingMetrics)]
+
+
+def log_pending(trainer: Trainer, kept: list[PendingMetrics]) -> None:
+    """Give the loggers their pending metrics back. They skip the metrics that the store already has."""
+    loggers = [logger for logger in trainer.loggers if isinstance(logger, KeepsPendingMetrics)]
+    for logger, metrics in zip(loggers, kept, strict=False):  # a logger that was added since has no entry
+        logger.log_pending(metrics)
+    lost = sum(map(len, kept[len(loggers) :]))
+    if lost:
+        rank_zero_warn(
+            f"The checkpoint holds {lost:,} metrics that no store had yet, of a logger that this Trainer has not: they "
+            "are left out. Give the Trainer the loggers that it had."
+        )
 
 
 def _find(root: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -131,7 +143,7 @@ def _find(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _members(value: Any) -> list[tuple[str, Any]]:
-    """The metrics in an attribute that is no submodule to torch. `all` stops at the first item of a list of numbers."""
+    """The metrics in an attribute that is no submodule. In a list of numbers, `all` stops at the first one."""
     if isinstance(value, _HOLDERS):
         return [("", value)]
     if isinstance(value, dict) and all(isinstance(each, _HOLDERS) for each in value.values()):
@@ -187,7 +199,7 @@ def _fill(holder: Any, saved: dict[str, Any], device: torch.device) -> None:
     for name, value in saved["values"].items():
         copy = _moved(value, _CPU if name in saved["elsewhere"] else device)
         current = vars(holder).get(name)
-        if isinstance(current, dict) and isinstance(copy, dict):  # may be of a subclass, or another's as well
+        if isinstance(current, dict) and isinstance(copy, dict):  # it may be of a subclass, or shared
             current.clear()
             current.update(copy)
         else:

@@ -27,42 +27,34 @@ from torch import nn
 from azureml_strategy.checkpoint.allowed_types import KINDS, MAPPINGS, PLAIN, REFERENCES, SEQUENCES, Names, look_up
 from azureml_strategy.checkpoint.formats import CheckpointFormatError
 from azureml_strategy.checkpoint.module_record import CLASS, CONFIG, MODULE
-from azureml_strategy.checkpoint.serialization import from_plain
+from azureml_strategy.checkpoint.serialization import from_plain, hyperparameters
 from azureml_strategy.cluster.redaction import REDACTED
 
 _SHOWN = 3
-# What Hydra reads beside a target. These two change nothing where a configuration holds plain values.
+# Keys of Hydra's. The last two change nothing where a configuration holds plain values.
 _IGNORED = ("_target_", "_convert_", "_recursive_")
-# Types of what a module is given: what holds nothing else, and what holds more of these.
+# Types of a module's arguments: values, and containers of more of these.
 _VALUES = PLAIN | KINDS.keys() - {defaultdict, deque, SimpleNamespace} | {int}
 _CONTAINERS = (*SEQUENCES.values(), *MAPPINGS.values(), AttributeDict, np.ndarray)
-# Entries that no hook of a module's is there for; only parts of the hyperparameters are given to anything.
+# Entries that no hook of a module reads. Only parts of the hyperparameters are passed to anything.
 _OF_LIGHTNING = ("state_dict", "hyper_parameters", "hparams_type")
 
 
 @contextmanager
 def modules_of(folder: Path | None) -> Iterator[None]:
-    """Let Python import the modules of a folder, which is the last on its path inside the context.
-
-    Args:
-        folder: where modules of the user's are; None if they are installed.
-    """
+    """Let Python import the user's modules in a folder, which is the last on its path inside the context."""
     added = [str(folder)] if folder is not None and str(folder) not in sys.path else []
     sys.path.extend(added)
     try:
         yield
     finally:
-        sys.path[:] = [each for each in sys.path if each not in added]  # what other threads have added stays
+        sys.path[:] = [each for each in sys.path if each not in added]  # folders that other threads have added stay
 
 
 def make_module(content: dict[str, Any]) -> LightningModule:
-    """Make the module of a checkpoint and load its weights.
+    """Make the module of a checkpoint and load its weights, on the CPU and in evaluation mode.
 
-    Args:
-        content: what `consolidate` writes: `state_dict`, `hyper_parameters` and the entry `MODULE`.
-
-    Returns:
-        The module on the CPU, in evaluation mode.
+    The content is what `consolidate` writes: `state_dict`, `hyper_parameters` and the entry `MODULE`.
 
     Raises:
         CheckpointFormatError: the content does not tell enough, or the weights do not fit the module.
@@ -74,8 +66,8 @@ def make_module(content: dict[str, Any]) -> LightningModule:
             "it. Consolidate or register the checkpoint again with --module-class MODULE.CLASS."
         )
     kind = _class(str(record[CLASS]), "The module") if CLASS in record and CONFIG not in record else None
-    # The import of the class has imported its module, and what that imports. No further module is imported for a value.
-    # Whatever the file names, `_check` lets only functions of torch.nn and classes of modules and optimizers pass.
+    # Only the module of the class, and what that imports, has been imported. No further one is imported for a value.
+    # Of the names in the file, `_check` accepts only functions of torch.nn and classes of modules and optimizers.
     content = from_plain(content, Names(trusted=True, imports=False))
     if kind is not None:
         module = _construct(kind, _hyperparameters(kind, content), "model")
@@ -113,7 +105,7 @@ def _instantiate(node: Any, place: str) -> Any:
 def _class(path: str, place: str) -> type:
     """Import the class of a dotted path. Anything else that a name may stand for is refused."""
     module, _, name = path.rpartition(".")
-    # To import some of them does something already.
+    # The mere import of some of Python's modules has an effect.
     if module.partition(".")[0] in sys.stdlib_module_names and module not in sys.modules:
         raise CheckpointFormatError(f"{place} is {path}, of Python's own library, which has no class of a module.")
     try:
@@ -138,8 +130,7 @@ def _advice(path: str) -> str:
 
 def _hyperparameters(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
     """The saved hyperparameters that the class takes, as `load_from_checkpoint` passes them on."""
-    saved, name = content.get("hyper_parameters", {}), content.get("hparams_name", "kwargs")
-    given = dict(saved) if name == "kwargs" else {name: saved}
+    given = hyperparameters(content)
     parameters = inspect.signature(kind).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return given
@@ -166,11 +157,7 @@ def _construct(kind: type, arguments: dict[str, Any], place: str) -> Any:
 
 
 def _check(value: Any, place: str) -> None:
-    """Refuse anything but values as an argument: a module may call a function, or a method of an object, that it gets.
-
-    Raises:
-        CheckpointFormatError: there is a function, or an object of another class, anywhere in the value.
-    """
+    """Refuse functions and objects anywhere in an argument: a module may call them, or methods of theirs."""
     for part in _parts(value):
         _check(part, place)
     if not (_is_value(value) or type(value) in _CONTAINERS or dataclasses.is_dataclass(value) or _is_config(value)):

@@ -22,37 +22,32 @@ MODULE = "azureml_strategy_module"
 """The entry of a checkpoint about its module: `class`, and where they are known `config` and `input`."""
 CLASS, CONFIG, INPUT = "class", "config", "input"
 """A dotted path; a mapping with `_target_`, as in a recipe; `{"shape": sizes of one sample, "dtype": name}`."""
-# The most numbers of a sample: an export and an endpoint make one of zeros. Our choice.
+# The most numbers of a sample, our choice: an export and an endpoint make a sample of zeros.
 _LARGEST_SAMPLE = 2**28
-# Attributes of the module object itself, so that they go where it goes.
+# These are attributes of the module object, so that they are wherever it is.
 _CONFIG, _INPUT = "_azureml_strategy_config", "_azureml_strategy_input"
 
 
 def remember_config(module: LightningModule, config: Mapping[str, Any]) -> None:
     """Keep the configuration that a module was made from, for its checkpoints.
 
-    Args:
-        module: the module.
-        config: has `_target_`; resolved, of plain values, and without secrets.
+    It has a `_target_`, is resolved, and is made of plain values without secrets.
     """
     setattr(module, _CONFIG, dict(config))
 
 
 def remember_input(module: LightningModule, batch: Any) -> None:
-    """Note the size and type of the samples that a module is trained on, for its checkpoints.
+    """Keep the sizes and the type of the samples that a module is trained on, for its checkpoints.
 
     A size that differs between two batches, such as the length of texts, becomes None: the model takes any size there.
-
-    Args:
-        module: the module.
-        batch: a tensor, or a list or tuple that begins with one. Its first dimension counts the samples. Other batches
-            are passed over.
+    A batch is a tensor whose first dimension counts the samples, or a list or tuple that begins with one. Other batches
+    are passed over.
     """
     first = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
     if not isinstance(first, Tensor) or first.dim() == 0:
         return
     sizes: tuple[int | None, ...] = tuple(first.shape[1:])
-    # As the data have it. What arrives here is cast by the training's precision, and the module is made without that.
+    # The precision of the training has cast this batch. A module that is made again gets the data as they are.
     dtype = torch.float32 if first.dtype.is_floating_point else first.dtype
     known = getattr(module, _INPUT, None)
     if known == (sizes, dtype):
@@ -74,15 +69,15 @@ def module_entry(module: LightningModule | None) -> dict[str, Any]:
     if known is None and isinstance(example := module.example_input_array, Tensor) and example.dim():
         known = tuple(example.shape[1:]), example.dtype
     if known is not None:
-        record[INPUT] = input_record(*known)
+        record[INPUT] = {"shape": list(known[0]), "dtype": str(known[1]).removeprefix("torch.")}
     return {MODULE: record}
 
 
 def class_path(kind: type) -> str:
     """The dotted path by which another process imports a class.
 
-    A class that torch has derived to cut a module stands for the one it is derived from. A class of the script that
-    runs has the script's name in place of `__main__`.
+    A class that torch has derived to shard a module is replaced by its base class. A class of the script that runs has
+    the script's name in place of `__main__`.
     """
     own = next(each for each in kind.__mro__ if not each.__module__.startswith("torch."))
     module, main = own.__module__, sys.modules["__main__"]
@@ -93,24 +88,11 @@ def class_path(kind: type) -> str:
     return f"{module}.{own.__qualname__}"
 
 
-def input_record(sizes: tuple[int | None, ...], dtype: torch.dtype) -> dict[str, Any]:
-    """The part `INPUT` of an entry.
-
-    Args:
-        sizes: of one sample, without the dimension that counts samples; None for a size that may vary.
-        dtype: of the numbers.
-    """
-    return {"shape": list(sizes), "dtype": str(dtype).removeprefix("torch.")}
-
-
 def read_input(record: Mapping[str, Any]) -> tuple[tuple[int | None, ...], torch.dtype]:
-    """Read the part `INPUT` of an entry.
-
-    Returns:
-        The sizes of one sample, and the type of its numbers.
+    """Read the part `INPUT` of an entry: the sizes of one sample, and the type of its numbers.
 
     Raises:
-        CheckpointFormatError: it holds something else, or a sample would be larger than a sample is.
+        CheckpointFormatError: it holds something else, or the sample is too large.
     """
     sizes, dtype = record.get("shape"), getattr(torch, str(record.get("dtype")), None)
     listed: list[Any] = list(sizes) if isinstance(sizes, list | tuple) else [""]
@@ -129,11 +111,7 @@ def read_input(record: Mapping[str, Any]) -> tuple[tuple[int | None, ...], torch
 
 
 def recorded_class(file: Path) -> str | None:
-    """The class of the user's that a consolidated file needs, or else its module's class; None if none is recorded.
-
-    Args:
-        file: what `consolidate` has written.
-    """
+    """The user's class that a consolidated file needs, or else its module's class; None if none is recorded."""
     record = torch.load(file, map_location="cpu", mmap=True, weights_only=True).get(MODULE)
     if record is None:
         return None
@@ -154,7 +132,7 @@ def module_overrides(
     """An entry with what a user states about a module, in place of what its checkpoint records.
 
     Args:
-        class_name: dotted path of its class, in place of the class or the configuration that is recorded.
+        class_name: dotted path of its class. It replaces a recorded class or configuration.
         sizes: of one sample, without the dimension that counts samples.
         dtype: of the input's numbers, such as `uint8`. None is float32.
     """

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from azureml_strategy.checkpoint.builtin_callbacks import callbacks_of
 from azureml_strategy.lightning_internals import epoch_results
 
 # Packages whose callbacks log no metric in `on_train_epoch_end` that ranks checkpoints.
@@ -25,8 +26,7 @@ FALLBACK, FALLBACK_MODE = "val/loss", "min"
 def never_validates(trainer: Trainer) -> str:
     """Say why no validation runs before this training ends, as far as its settings tell; empty if one may run.
 
-    Args:
-        trainer: about to train: it has its loaders, and has taken no step.
+    Call it when the loaders exist, before the first step.
     """
     if trainer.limit_val_batches == 0:
         return "limit_val_batches=0"
@@ -43,27 +43,22 @@ def never_validates(trainer: Trainer) -> str:
 def _first_validation(trainer: Trainer) -> float:
     """The number of batches before the first validation; 0 if it is not known."""
     interval, every, epoch = trainer.val_check_batch, trainer.check_val_every_n_epoch, trainer.num_training_batches
-    if interval is None or math.isinf(epoch):  # by the clock, or at the end of data whose length is not known
+    if interval is None or math.isinf(epoch):  # by the clock, or at the end of data of unknown length
         return interval if interval is not None and every is None and not math.isinf(interval) else 0
     return interval if every is None else (every - 1) * epoch + min(interval, epoch)
 
 
 def _most_batches(trainer: Trainer) -> float:
-    """The number of batches that this training reads at most: a step takes no more than the accumulated ones."""
+    """The number of batches that this training reads at most, if each step takes all the batches it accumulates."""
     epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
     by_epochs = math.inf if math.isinf(epochs) else epochs * trainer.num_training_batches
-    changes = any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks)  # type: ignore[attr-defined]
+    changes = callbacks_of(trainer, GradientAccumulationScheduler)
     counts = trainer.max_steps != -1 and trainer.lightning_module.automatic_optimization and not changes
     return min(by_epochs, trainer.max_steps * trainer.accumulate_grad_batches if counts else math.inf)
 
 
 def is_absent(trainer: Trainer, monitor: str) -> bool:
-    """Whether a validation has ended, and nobody has logged the metric or will do so at the end of the epoch.
-
-    Args:
-        trainer: between two steps.
-        monitor: name of the metric.
-    """
+    """Whether nobody has logged the metric, nor will at the end of the epoch; after a validation, between two steps."""
     if monitor in trainer.callback_metrics:
         return False
     if trainer.is_last_batch:
@@ -79,12 +74,7 @@ def is_absent(trainer: Trainer, monitor: str) -> bool:
 
 
 def say_unranked(monitor: str, why: str) -> str:
-    """Say before the first step that no validation will log the metric.
-
-    Args:
-        monitor: name of the metric.
-        why: there is no validation, from `never_validates`.
-    """
+    """The warning before the first step that no validation will log the metric, and why, from `never_validates`."""
     return (
         f"No validation runs in this training: {why}. Unless the training itself logs {monitor!r}, which "
         "JobCheckpoint(monitor=...) asks for, the newest checkpoints stay, and none is kept as the best."

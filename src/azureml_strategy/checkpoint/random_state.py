@@ -24,11 +24,7 @@ _MOST_ITEMS = 64
 
 
 def random_state(generators: Mapping[str, Generator] | None = None) -> RandomState:
-    """Get the state of the global generators of torch, numpy and Python, and of this process's GPU.
-
-    Args:
-        generators: further generators, by name.
-    """
+    """Get the state of the global generators of torch, numpy and Python, of this process's GPU, and of those given."""
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
@@ -39,12 +35,7 @@ def random_state(generators: Mapping[str, Generator] | None = None) -> RandomSta
 
 
 def set_random_state(state: RandomState, generators: Mapping[str, Generator] | None = None) -> None:
-    """Restore the state of the generators, so that they continue as after `random_state()`.
-
-    Args:
-        state: the result of `random_state()`.
-        generators: further generators, by name; those that the state does not have stay as they are.
-    """
+    """Restore the state from `random_state`. Generators whose names are not in it stay as they are."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
@@ -58,11 +49,9 @@ def set_random_state(state: RandomState, generators: Mapping[str, Generator] | N
 def find_generators(owners: Mapping[str, object]) -> dict[str, Generator]:
     """Find generators that objects keep as attributes: a data loader, its sampler, a data set, a module.
 
-    Args:
-        owners: objects to search, by name. The search covers their attributes, and what those hold.
-
     Returns:
-        Generators by the path that leads to each. The path is the same in a process that was started the same way.
+        Generators by the path that leads to each from the owner's name. The path is the same in a process that was
+        started the same way.
     """
     found: dict[str, Generator] = {}
     seen: set[int] = set()
@@ -97,11 +86,11 @@ def _parts(owner: object) -> list[tuple[str, object]]:
 
 
 def _own(owner: object) -> list[tuple[str, object]]:
-    """The attributes of an ordinary object; none of an object that leads to everything else, such as the Trainer."""
+    """The attributes of an ordinary object; none of an object that refers to everything else, such as the Trainer."""
     if isinstance(owner, (type, ModuleType, FunctionType, torch.Tensor, Trainer)):
         return []
     attributes = getattr(owner, "__dict__", {})
-    # A loader's iterator holds its worker processes and what they were given.
+    # A loader's iterator holds its worker processes and their arguments.
     left_out = {"_iterator"} if isinstance(owner, DataLoader) else set()
     return [(name, each) for name, each in attributes.items() if name not in left_out]
 

@@ -44,7 +44,7 @@ _SLOWEST_BYTES_PER_SECOND = 10e6
 _ARRIVAL_SECONDS = 120.0
 # Nodes of a job may start minutes apart.
 MEETING_SECONDS = 1800.0
-# How long rank 0 stays when it fails, so that others can read why: it serves the store, which ends with it.
+# How long rank 0 stays when it fails, so that the others can read why. It serves the store, which ends with it.
 _LAST_READ_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
@@ -63,19 +63,11 @@ Check = Callable[[Manifest, Path], "str | None"]
 
 
 class NotVerifiedError(RuntimeError):
-    """A share was not checked in time, or its check failed: it is unknown whether the checkpoint is whole."""
+    """A share was not checked in time, or could not be checked: it is unknown whether the checkpoint is whole."""
 
 
 def distribute_files(files: Mapping[str, StoredFile], ranks: Iterable[int]) -> dict[int, list[str]]:
-    """Distribute files over ranks, so that each rank reads about as many bytes.
-
-    Args:
-        files: of the checkpoint.
-        ranks: those that take part.
-
-    Returns:
-        The names of each rank's files.
-    """
+    """Distribute the names of files over ranks, so that each rank reads about as many bytes."""
     loads = [(0, rank) for rank in sorted(ranks)]
     shares: dict[int, list[str]] = {rank: [] for _, rank in loads}
     for name in sorted(files, key=lambda name: (-files[name].size, name)):
@@ -92,12 +84,7 @@ def time_limit(files: Mapping[str, StoredFile], shares: Mapping[int, list[str]])
 
 
 class Leader:
-    """Rank 0, which hands out the shares and collects the verdicts.
-
-    Args:
-        store: reached by all ranks, with names that nobody else uses.
-        world_size: number of ranks.
-    """
+    """Rank 0, which hands out the shares and collects the verdicts, in a store whose keys nobody else uses."""
 
     def __init__(self, store: Store, world_size: int) -> None:
         self._store = store
@@ -105,14 +92,9 @@ class Leader:
         self._round = 0
 
     def fault(self, manifest: Manifest, folder: Path) -> str | None:
-        """Have all ranks verify the content of a checkpoint's files together.
+        """Have all ranks verify the files of a checkpoint together, which this rank sees with the right sizes.
 
-        Args:
-            manifest: of a checkpoint whose files this rank sees, with the right sizes.
-            folder: the manifest's.
-
-        Returns:
-            Why the content is not what was written; None if it is.
+        Return why their content is not what was written, or None.
 
         Raises:
             NotVerifiedError: a share could not be checked, or not in time.
@@ -125,17 +107,15 @@ class Leader:
         seconds = time_limit(files, shares)
         self._send("shares", {"shares": shares, "seconds": seconds})
         deadline = time.monotonic() + seconds
-        own = _verdict(folder, {name: files[name] for name in shares[0]}, seconds)
+        verdict = _verdict(folder, {name: files[name] for name in shares[0]}, seconds)
         others = self._received([rank for rank in shares if rank > 0], "verdict", deadline)
         self._round += 1
-        return _combined(folder / manifest.name, {0: own, **others}, seconds)
+        return _combined(folder / manifest.name, {0: verdict, **others}, seconds)
 
     def end(self, answer: dict[str, Any], stay: bool = False) -> None:
-        """Send the outcome to the other ranks.
+        """Send the answer that `follow` returns on the other ranks.
 
-        Args:
-            answer: what `follow` returns there.
-            stay: wait a while until they have read it, because this process is about to end.
+        With `stay`, wait a while until they have read it, because this process is about to end.
         """
         self._send("order", {"answer": answer})
         if stay:
@@ -156,14 +136,7 @@ class Leader:
 
 
 def follow(store: Store, rank: int) -> dict[str, Any]:
-    """Run on every rank but 0: check the shares that rank 0 hands out, until it sends the outcome.
-
-    Args:
-        store: the one of `Leader`.
-        rank: this process's.
-
-    Returns:
-        The answer that rank 0 gave to `Leader.end`.
+    """On every rank but 0: check the shares that rank 0 hands out, until it sends an answer, which is returned.
 
     Raises:
         NotVerifiedError: rank 0 is gone, or sent nothing in time.
@@ -204,7 +177,7 @@ def _receive(store: Store, key: str, seconds: float) -> dict[str, Any]:
 def _verdict(folder: Path, share: Mapping[str, StoredFile], seconds: float) -> dict[str, str | None]:
     try:
         return {"fault": content_fault(folder, share, time.monotonic() + seconds), "error": None}
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+    except Exception as error:  # the other ranks must not wait for this one, whatever has failed
         return {"fault": None, "error": f"{type(error).__name__}: {error}"}
 
 
@@ -257,14 +230,8 @@ def checkpoint_to_resume(resume: str, folder: Path) -> Path | None:
 def choose_together(resume: str, folder: Path, rank: int, world_size: int) -> Path | None:
     """Choose like `checkpoint_to_resume`, for the ranks of the running process group; a collective.
 
-    Args:
-        resume: as there.
-        folder: as there.
-        rank: this process's global rank.
-        world_size: number of ranks of this Trainer, which may run alone while a process group exists.
-
-    Raises:
-        ResumeError: on all ranks, as there.
+    `world_size` is the Trainer's, which may run alone while a process group exists. A ResumeError is raised on all
+    ranks.
     """
     if resume == NEVER:
         return None
@@ -284,7 +251,7 @@ def choose_together(resume: str, folder: Path, rank: int, world_size: int) -> Pa
 
 @contextmanager
 def children_resume_from(chosen: Path | None) -> Iterator[None]:
-    """Make processes that start inside the context resume from this checkpoint, instead of choosing one themselves."""
+    """Make processes that start inside the context resume from this checkpoint. They choose none themselves."""
     if _CHOICE in os.environ:  # this is one of them
         yield
         return
@@ -298,7 +265,7 @@ def children_resume_from(chosen: Path | None) -> Iterator[None]:
 def forget_choice() -> None:
     """Have this process, and those that it starts from now on, such as a run within a run, choose for themselves.
 
-    Call it in a callback's `setup`: the processes of the fit have started then.
+    Call it in a callback's `setup`, when the processes of the fit have started.
     """
     os.environ.pop(_CHOICE, None)
 
@@ -310,13 +277,10 @@ def _check_alone(manifest: Manifest, folder: Path) -> str | None:
 def newest_valid(folder: Path, check: Check = _check_alone, run_id: str | None = None) -> Path | None:
     """Return the newest checkpoint below a folder that is whole. Each one that is not is logged with the reason.
 
-    Args:
-        folder: its own manifests count, and those of its direct subfolders.
-        check: verifies the content of the files.
-        run_id: of this run; None if the run does not matter.
+    The folder's own manifests count, and those of its direct subfolders.
 
     Raises:
-        ResumeError: the newest one belongs to another run.
+        ResumeError: the newest one belongs to another run than `run_id`. With None, the run does not matter.
     """
     paths = [path for each in (folder, *sorted(folder.glob("*/"))) for path in manifests(each)]
     found = {path: _readable(path) for path in paths}
@@ -324,7 +288,7 @@ def newest_valid(folder: Path, check: Check = _check_alone, run_id: str | None =
     for manifest in newest_first(complete):
         fault = look(complete[manifest], manifest.files)
         if fault is None and None not in (manifest.run_id, run_id) and manifest.run_id != run_id:
-            # what was written or is read outside of a job belongs to the folder's user
+            # Outside of a job, whoever uses the folder may read what is in it.
             raise ResumeError(
                 f"The newest checkpoint in {complete[manifest]} is {manifest.name} of run {manifest.run_id}, and this "
                 f"is run {run_id}: two runs in one folder would go on from one another. Give another output_dir. Or "
@@ -380,7 +344,7 @@ def _require_valid(path: Path, check: Check) -> Path:
 
 
 def _may_be_torchs(path: Path) -> bool:
-    """Tell whether torch.load could read it: a zip archive, or a pickle as before torch 1.6, which starts with 0x80."""
+    """Whether torch.load could read it: a zip archive, or a pickle as before torch 1.6, which starts with 0x80."""
     if path.is_dir() or zipfile.is_zipfile(path):
         return True
     with path.open("rb") as file:
@@ -388,7 +352,7 @@ def _may_be_torchs(path: Path) -> bool:
 
 
 def _choose_before_group(launch: Launch, resume: str, folder: Path) -> Path | None:
-    """Agree on rank 0's choice, through the store: Lightning needs it before there is a process group."""
+    """Agree on rank 0's choice through the store, because Lightning needs it before there is a process group."""
     store = open_store(launch, timedelta(seconds=MEETING_SECONDS), f"resume/{next(_choices)}")
     if launch.rank == 0:
         _kept_open.append(store)
@@ -410,7 +374,7 @@ def _choose_through(store: Store, rank: int, world_size: int, resume: str, folde
 def _lead(leader: Leader, resume: str, folder: Path) -> Path | None:
     try:
         chosen = _choose(resume, folder, leader.fault)
-    except Exception as error:  # whatever it is, the others must not wait for it
+    except Exception as error:  # the others must not wait, whatever has failed
         leader.end({"error": str(error)}, stay=True)
         raise
     with_manifest = chosen is not None and manifest_path(chosen).is_file()

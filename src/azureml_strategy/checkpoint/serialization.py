@@ -7,7 +7,6 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,6 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.allowed_types import NameRefusedError, Names
+from azureml_strategy.checkpoint.builtin_callbacks import callbacks_of
 from azureml_strategy.checkpoint.encoding import NotEncodableError, decode, encode, is_plain, require_decodable
 from azureml_strategy.checkpoint.module_record import module_entry
 from azureml_strategy.lightning_internals import trainer_of
@@ -33,15 +33,14 @@ HUGGING_FACE = "azureml_strategy_hugging_face"
 """The entry of a checkpoint about its transformers models: `azureml_strategy.huggingface.record`."""
 WRITTEN_APART = ("state_dict", "optimizer_states")
 """Entries that sharded strategies write into files of their own, not beside Lightning's other entries."""
-# No restart needs these: they serve to build the module, which exists before a checkpoint is read.
+# A restart does not need the hyperparameters: the module that they build exists before a checkpoint is read.
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-# Their functions are known only when `configure_optimizers` has run, and a checkpoint may be read before that.
+# The functions in these are known only after `configure_optimizers`, and a checkpoint may be read before that.
 _OF_OPTIMIZERS = ("optimizer_states", "lr_schedulers")
 _left_out = WarningCache()
 # The places that were checked already, by the module of the run.
 _checked: WeakKeyDictionary[object, set[tuple[Any, ...]]] = WeakKeyDictionary()
-
-# What versions of torch write into the state of a scheduler, and others do not.
+# Names that only some versions of torch write into the state of a scheduler.
 _OF_VERSIONS = ("verbose",)
 
 
@@ -59,8 +58,12 @@ class PlainDataStrategy(Strategy):
     It does so with any CheckpointIO.
     """
 
-    _restored: RestoredParts | None = None  # of the fit that resumes
-    _fresh_schedulers: Sequence[FreshScheduler] | None = ()
+    # Of the loaded checkpoint: its number of optimizers, None if these have a file of their own; and the names in the
+    # state of each scheduler.
+    _restored: tuple[int | None, list[frozenset[str]]] | None = None
+    # Of each scheduler: its class, and the names in its state before a checkpoint adds its own. These are None if it is
+    # not torch's, as it may write a name only at times. All is None if a callback replaces and restores schedulers.
+    _fresh_schedulers: Sequence[tuple[str, frozenset[str] | None]] | None = ()
     # Moved values of the loaded checkpoint that name functions which only optimizers and schedulers may hold, and the
     # checkpoint that they belong to. They are restored when the optimizers exist.
     _postponed: Sequence[Any] = ()
@@ -83,20 +86,18 @@ class PlainDataStrategy(Strategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        if hasattr(self.checkpoint_io, "strategy"):  # one of ours, which leaves to us what we restore
+        if hasattr(self.checkpoint_io, "strategy"):  # one of ours, which leaves the restoring to this class
             self.checkpoint_io.strategy = self
         checkpoint = self.restored(super().load_checkpoint(checkpoint_path, weights_only), weights_only)
-        self._restored = RestoredParts.of(checkpoint)
+        states = checkpoint.get("optimizer_states")
+        optimizers = len(states) if isinstance(states, Sequence) else None
+        self._restored = optimizers, [_names(state) for state in checkpoint.get("lr_schedulers") or ()]
         return checkpoint
 
     def restored(self, loaded: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:
-        """Restore what `to_plain` moved, with the names that this run holds.
+        """Restore what `to_plain` moved, with the names that this run holds. `weights_only=False` trusts the file.
 
         A value that names a function which only an optimizer or a scheduler may hold is postponed until these exist.
-
-        Args:
-            loaded: a file's content.
-            weights_only: as `Trainer.fit` was given it; False trusts the file.
         """
         run, trusted = run_objects(self), weights_only is False
         if self.optimizers or self.lightning_module is None:
@@ -112,16 +113,18 @@ class PlainDataStrategy(Strategy):
         if self._postponed:
             from_plain({**self._incomplete, MOVED: self._postponed}, Names(run_objects(self)))  # fills the same lists
         self._postponed, self._incomplete = [], {}
-        replaced = any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks)  # type: ignore[attr-defined]
-        self._fresh_schedulers = (
-            None if replaced else [FreshScheduler(each.scheduler) for each in self.lr_scheduler_configs]
-        )
+        schedulers: list[Any] = [each.scheduler for each in self.lr_scheduler_configs]
+        fresh = [
+            (type(each).__name__, _names(vars(each)) if type(each).__module__.startswith("torch.") else None)
+            for each in schedulers
+        ]
+        self._fresh_schedulers = None if callbacks_of(trainer, StochasticWeightAveraging) else fresh
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
         if self._restored is not None:
-            self._restored.warn_of_left_out(self.optimizers, self._fresh_schedulers)
+            _warn_of_left_out(*self._restored, self.optimizers, self._fresh_schedulers)
             self._restored = None
 
     @override
@@ -148,11 +151,8 @@ def to_plain(checkpoint: dict[str, Any], apart: Collection[str] = (), run: Seque
     one callback. A list keeps None in place of a moved value. Other entries, and dictionaries whose keys torch refuses,
     move as a whole. So a reader without `from_plain` never finds half of a value.
 
-    Args:
-        checkpoint: the checkpoint that Lightning gives to `save_checkpoint`. It is not changed, and no tensor is
-            copied.
-        apart: names of entries to leave as they are.
-        run: `run_objects` of the run that writes. A warning tells what a restart of it would not restore.
+    The checkpoint is not changed, and no tensor is copied. Entries named in `apart` stay as they are. With `run`, the
+    `run_objects` of the run that writes, a warning tells what a restart of it would not restore.
 
     Raises:
         UnsavableStateError: a value has no plain form. Hyperparameters without one are left out instead, with a
@@ -224,13 +224,13 @@ def _move(at: list[Any], value: Any, moved: list[Any]) -> None:
 def from_plain(
     checkpoint: dict[str, Any], names: Names | None = None, postponed: list[Any] | None = None
 ) -> dict[str, Any]:
-    """Restore a checkpoint to what it was before `to_plain`.
+    """Restore a checkpoint to what it was before `to_plain`. Its dictionaries and lists are filled in place.
 
     Args:
-        checkpoint: the loaded checkpoint; its dictionaries and lists are filled in place.
-        names: the functions and classes that it may name; those only that can do no harm by default.
-        postponed: filled with the values that are left out now because they may name functions of optimizers or
-            schedulers that do not exist yet; None to refuse such values.
+        checkpoint: the loaded checkpoint.
+        names: the functions and classes that it may name; by default only those that can do no harm.
+        postponed: receives the values that may name functions of optimizers or schedulers that do not exist yet. None
+            refuses such values.
 
     Raises:
         UnrestorableStateError: a value cannot be restored, such as one that names a function which is missing or which
@@ -258,11 +258,9 @@ def from_plain(
 def require_loadable(content: Any) -> None:
     """Write the content of a file to memory, without its dense tensors, and load it back as a restart does.
 
-    torch's weights-only unpickler takes any dense tensor, so there is no need to try them. It is written in Python and
-    takes 0.1 ms for each. The tensors of a large model would keep the training waiting for the interpreter's lock.
-
-    Args:
-        content: the content of a file that `torch.save` is to write.
+    torch's weights-only unpickler takes any dense tensor, so there is no need to try them. The unpickler is written in
+    Python and takes 0.1 ms for each. With the tensors of a large model, it would hold the interpreter's lock for so
+    long that the training waits.
 
     Raises:
         ValueError: torch refuses the content.
@@ -278,7 +276,7 @@ class _WithoutTensors:
         def reducer_override(self, obj: Any) -> Any:
             if not isinstance(obj, Tensor):
                 return NotImplemented
-            # dense: only numbers in memory, without attributes, which torch would write too
+            # A dense tensor is only numbers in memory. torch would also write attributes that were set on it.
             plain = type(obj) in (Tensor, nn.Parameter) and not vars(obj)
             if not plain or obj.layout is not torch.strided or obj.is_quantized:
                 _load_back(obj, pickle)
@@ -304,21 +302,25 @@ def _load_back(content: Any, pickle_module: Any) -> None:
 def saved_hyperparameters(checkpoint: str | Path, *, trust_pickles: bool = False) -> dict[str, Any]:
     """Read all hyperparameters of a checkpoint, including those that `load_from_checkpoint` does not find by itself.
 
-    It does not find values that torch's weights-only unpickler refuses, such as a Path or a DictConfig. Call
+    These are values that torch's weights-only unpickler refuses, such as a Path or a DictConfig. Call
     `Module.load_from_checkpoint(path, **saved_hyperparameters(path))`.
 
     Args:
         checkpoint: a single file, such as one that `azureml-strategy consolidate` wrote.
-        trust_pickles: take all functions and classes that the file names. Without it, those count that only compute or
-            only hold data, and what you have registered with `torch.serialization.add_safe_globals`; other
-            hyperparameters are left out, with a warning.
+        trust_pickles: take all functions and classes that the file names. Without it, only those are taken that only
+            compute or only hold data, and those that you have registered with `torch.serialization.add_safe_globals`.
+            A hyperparameter that names another one is left out, with a warning.
 
     Returns:
         The arguments of the module, by name.
     """
-    loaded = from_plain(_load(checkpoint), Names(trusted=trust_pickles))
-    found = loaded.get("hyper_parameters", {})
-    name = loaded.get("hparams_name", "kwargs")  # Lightning's name for several arguments
+    return hyperparameters(from_plain(_load(checkpoint), Names(trusted=trust_pickles)))
+
+
+def hyperparameters(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved arguments of the module, by name."""
+    found = checkpoint.get("hyper_parameters", {})
+    name = checkpoint.get("hparams_name", "kwargs")  # Lightning's name for several arguments
     return dict(found) if name == "kwargs" else {name: found}
 
 
@@ -333,71 +335,27 @@ def _load(checkpoint: str | Path) -> dict[str, Any]:
     return loaded
 
 
-@dataclass(frozen=True)
-class RestoredParts:
-    """What a checkpoint holds of optimizers and schedulers.
-
-    Attributes:
-        optimizers: how many; None where a strategy has a file of its own for them.
-        schedulers: the names in the state of each.
-    """
-
-    optimizers: int | None
-    schedulers: Sequence[frozenset[str]]
-
-    @classmethod
-    def of(cls, checkpoint: Mapping[str, Any]) -> RestoredParts:
-        """Look at a loaded checkpoint.
-
-        Args:
-            checkpoint: as a strategy's `load_checkpoint` returns it.
-        """
-        states = checkpoint.get("optimizer_states")
-        return cls(
-            len(states) if isinstance(states, Sequence) else None,
-            [_names(state) for state in checkpoint.get("lr_schedulers") or ()],
-        )
-
-    def warn_of_left_out(self, optimizers: Sequence[Optimizer], schedulers: Sequence[FreshScheduler] | None) -> None:
-        """Warn of states that found no optimizer or scheduler, and of those that found no state.
-
-        Args:
-            optimizers: of the training.
-            schedulers: of the training; None if a callback replaces and restores them.
-        """
-        found = []
-        if self.optimizers is not None and self.optimizers != len(optimizers):
-            found.append(_unequal("optimizers", self.optimizers, [type(each).__name__ for each in optimizers]))
-        if schedulers is not None and len(self.schedulers) != len(schedulers):
-            kinds = [each.kind for each in schedulers]
-            found.append(_unequal("schedulers of learning rates", len(self.schedulers), kinds))
-        for saved, each in zip(self.schedulers, schedulers or (), strict=False):  # of the others it is said already
-            unread = sorted(saved - each.names) if each.is_torchs else ()
-            if unread:
-                found.append(
-                    f"The checkpoint has a scheduler of learning rates with {', '.join(unread)}, which {each.kind} "
-                    "does not read: it was another one, whose settings are left out."
-                )
-        for text in found:
-            rank_zero_warn(f"{text} Let configure_optimizers return what it returned, to go on with what they were.")
-
-
-class FreshScheduler:
-    """The names in a scheduler's state before a checkpoint is loaded, which adds the names that it has.
-
-    Args:
-        scheduler: of the training.
-
-    Attributes:
-        kind: the name of its class.
-        is_torchs: whether it is one of torch's. Those of others may write a name only at times.
-        names: in its state.
-    """
-
-    def __init__(self, scheduler: Any) -> None:
-        self.kind = type(scheduler).__name__
-        self.is_torchs = type(scheduler).__module__.startswith("torch.")
-        self.names = _names(vars(scheduler)) if self.is_torchs else frozenset()
+def _warn_of_left_out(
+    saved_optimizers: int | None,
+    saved_schedulers: Sequence[frozenset[str]],
+    optimizers: Sequence[Optimizer],
+    schedulers: Sequence[tuple[str, frozenset[str] | None]] | None,
+) -> None:
+    """Warn of states that found no optimizer or scheduler, and of those that found no state."""
+    found = []
+    if saved_optimizers is not None and saved_optimizers != len(optimizers):
+        found.append(_unequal("optimizers", saved_optimizers, [type(each).__name__ for each in optimizers]))
+    if schedulers is not None and len(saved_schedulers) != len(schedulers):
+        found.append(_unequal("schedulers of learning rates", len(saved_schedulers), [kind for kind, _ in schedulers]))
+    for saved, (kind, names) in zip(saved_schedulers, schedulers or (), strict=False):  # unequal numbers: see above
+        unread = sorted(saved - names) if names is not None else ()
+        if unread:
+            found.append(
+                f"The checkpoint has a scheduler of learning rates with {', '.join(unread)}, which {kind} "
+                "does not read: it was another one, whose settings are left out."
+            )
+    for text in found:
+        rank_zero_warn(f"{text} Let configure_optimizers return what it returned, to go on with what they were.")
 
 
 def _unequal(what: str, saved: int, now: Sequence[str]) -> str:

@@ -47,11 +47,7 @@ _LONG_WAIT_SECONDS = 1.0
 
 
 class BackgroundTask(Generic[Result]):
-    """A background thread that does one task at a time.
-
-    Args:
-        name: of the thread.
-    """
+    """A background thread that does one task at a time."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -60,15 +56,11 @@ class BackgroundTask(Generic[Result]):
 
     @property
     def busy(self) -> bool:
-        """Whether a task was begun that `finish` has not been called for."""
+        """Whether a task was begun and not yet finished."""
         return self._thread is not None
 
     def begin(self, work: Callable[[], Result | None]) -> None:
-        """Run a task on the thread. The previous task must be finished.
-
-        Args:
-            work: the task. If it raises, the exception is logged and the result is None.
-        """
+        """Run a task on the thread. If it raises, the exception is logged and the result is None."""
         assert self._thread is None, "one at a time"
 
         def run() -> None:
@@ -77,23 +69,16 @@ class BackgroundTask(Generic[Result]):
             except Exception as error:  # an exception in a thread would go unnoticed
                 log.warning("%s: %s: %s", self._name, type(error).__name__, redact_text(str(error)))
 
-        # A daemon: if other ranks are gone, the thread may never end, and the interpreter would wait for it at exit.
+        # It is a daemon: if other ranks are gone, it may never end, and the interpreter would wait for it at exit.
         self._thread = threading.Thread(target=run, name=self._name, daemon=True)
         self._thread.start()
 
     def finish(self, timeout_s: float | None = None) -> Result | None:
-        """Wait for the task that was begun, and forget it.
-
-        Args:
-            timeout_s: the longest wait in seconds; None for no limit.
-
-        Returns:
-            The task's result; None if it failed or is not done in time.
-        """
+        """Wait up to `timeout_s` seconds for the task that was begun, and forget it. None if it failed or goes on."""
         thread = self._thread
         if thread is None:
             return None
-        thread.join(timeout_s)  # if this is interrupted, the task stays under way
+        thread.join(timeout_s)  # after an interrupt here, the task is still under way
         self._thread = None
         result, self._result = (None, None) if thread.is_alive() else (self._result, None)
         return result
@@ -101,12 +86,7 @@ class BackgroundTask(Generic[Result]):
 
 @dataclass(frozen=True)
 class Written:
-    """A complete checkpoint, the same on all ranks.
-
-    Attributes:
-        manifest: the checkpoint's.
-        scores: scores of the best checkpoints that exist now, by path, the best first.
-    """
+    """A complete checkpoint, and the scores of the best ones that exist now, by path, the best first."""
 
     manifest: Manifest
     scores: dict[str, float]
@@ -116,12 +96,8 @@ class Written:
 class CheckpointWriter:
     """Writes checkpoints into a folder and removes superfluous ones, on any thread.
 
-    Args:
-        folder: the target.
-        keep_last: how many of the newest stay.
-        keep_best: how many of the best stay; -1 for all.
-        passed_over: names of checkpoints that are neither counted nor deleted, because the run resumed from an older
-            one.
+    `keep_last` of the newest and `keep_best` of the best stay; -1 keeps all that have a score. Checkpoints named in
+    `passed_over` are neither counted nor deleted, because the run has resumed from an older one.
     """
 
     folder: CheckpointFolder
@@ -130,16 +106,9 @@ class CheckpointWriter:
     passed_over: Collection[str] = ()
 
     def write(self, draft: Manifest, write_parts: WriteParts, exchange: Exchange) -> Written | None:
-        """Write a checkpoint and its manifest. All ranks call this.
+        """Write a checkpoint and its manifest. All ranks call this. None, with a warning, if any rank failed.
 
-        Args:
-            draft: the manifest without its files. Rank 0's is written, with a number added to the name if the name is
-                taken.
-            write_parts: writes this rank's files.
-            exchange: connects the ranks.
-
-        Returns:
-            What was written; None, with a warning, if any rank failed.
+        The draft is the manifest without its files. Rank 0's is written, with a number added to a name that is taken.
         """
         name = None
         try:
@@ -167,7 +136,7 @@ class CheckpointWriter:
         sizes = (
             (_SPARE_BYTES + sum(file.size for file in each.files.values()), each) for each in self.folder.complete()
         )
-        # A false manifest that claims too many bytes must not end all saving, so only one whose files are there counts.
+        # A manifest that claims too many bytes must not end all saving, so it counts only if its files are there.
         needed = next((size for size, each in sizes if size <= free or look(self.folder.path, each.files) is None), 0)
         if free < needed:
             self.folder.remove(name)
@@ -220,7 +189,7 @@ def _warn(text: str, rank: int) -> None:
 
 
 def _share(files: list[list[str]], rank: int) -> list[str]:
-    """Return the files that this rank checks. It sees each of them: a mount may show a file late on other nodes."""
+    """Return the files that this rank checks, of those that it sees: a mount may show a file late on other nodes."""
     seen_by: dict[str, list[int]] = {}
     for owner, names in enumerate(files):
         for name in names:
@@ -232,7 +201,7 @@ class BackgroundWriter:
     """Takes a checkpoint from the memory of the ranks to the disk. The main thread uses it.
 
     Between `connect` and `close`, a background thread of each rank writes checkpoints from a copy, if the strategy can
-    stage what it would write. Otherwise training waits.
+    stage what it writes. Otherwise training waits.
     """
 
     def __init__(self) -> None:
@@ -244,7 +213,7 @@ class BackgroundWriter:
 
     @property
     def under_way(self) -> bool:
-        """Whether a checkpoint was begun and `finish` has not been called since."""
+        """Whether a checkpoint was begun and not yet finished."""
         return self._background.busy
 
     def connect(self, trainer: Trainer) -> None:
@@ -261,12 +230,7 @@ class BackgroundWriter:
             )
 
     def save(self, trainer: Trainer, draft: Manifest, writer: CheckpointWriter) -> None:
-        """Write a checkpoint, or begin to; a collective. The previous one must be finished.
-
-        Args:
-            trainer: at the end of a step.
-            draft: the manifest without its files.
-            writer: writes the checkpoint.
+        """Write a checkpoint, or begin to, between two steps; a collective. The previous one must be finished.
 
         Raises:
             UnsavableStateError: on all ranks, if the state contains something that a restart could not restore.
@@ -292,11 +256,7 @@ class BackgroundWriter:
         self._background.begin(write)
 
     def finish(self) -> Written | None:
-        """Wait for the checkpoint that was begun; a collective.
-
-        Returns:
-            The checkpoint; None if there was none to wait for, or it failed.
-        """
+        """Wait for the checkpoint that was begun; a collective. None if there is none, or it failed."""
         started = time.monotonic()
         written, self._written = self._outcome_of_rank_zero() if self._background.busy else self._written, None
         waited = time.monotonic() - started
@@ -318,18 +278,14 @@ class BackgroundWriter:
         exchange.leave()
 
     def close(self) -> Written | None:
-        """Wait for the checkpoint that was begun, but only for a limited time: other ranks may have failed.
-
-        Returns:
-            The checkpoint, if it is complete.
-        """
+        """Wait for the checkpoint that was begun, but only for a limited time: other ranks may have failed."""
         written = self._background.finish(_LAST_WAIT_SECONDS)
         self._buffer = HostCopyBuffer()  # free the old one's memory
         self._disconnect()
         return written
 
     def _outcome_of_rank_zero(self) -> Written | None:
-        """Return rank 0's outcome on all ranks: if the threads lost one another, only some ranks know it."""
+        """Return rank 0's outcome on all ranks. If the threads have lost one another, only some ranks know it."""
         written = self._background.finish()
         outcomes = gather((written is not None, self._threads is not None and self._threads.broken))
         self._broken = any(broken for _, broken in outcomes)

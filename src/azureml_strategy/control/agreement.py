@@ -35,13 +35,13 @@ class StopAgreement:
     store, leaves or falls silent, the decision is not to stop, and all main threads go on.
 
     Args:
-        store: shared by the ranks; nothing else uses its keys.
+        store: shared by the ranks. Nothing else uses its keys.
         reason: returns why this rank wants to stop, or None. The channel's thread calls it.
         interval_s: pause between two looks at the store, in seconds.
 
     Attributes:
         reason: why the ranks stop, the same on all of them; empty before the decision.
-        error: why there is no agreement; None unless that is so.
+        error: why there is no agreement, or None.
     """
 
     def __init__(self, store: ControlStore, reason: Callable[[], str | None], interval_s: float = 0.5) -> None:
@@ -59,11 +59,7 @@ class StopAgreement:
         store.channel.every(interval_s, self._look)
 
     def step_done(self) -> bool:
-        """Count a step of this rank.
-
-        Returns:
-            Whether to stop after this step, which is the same step on all ranks. If so, `reason` gives the reason.
-        """
+        """Count a step of this rank. Return whether to stop after it, which is the same step on all ranks."""
         with self._lock:
             self._steps += 1
             must_wait = self._promise is not None and self._steps >= self._promise
@@ -72,7 +68,7 @@ class StopAgreement:
         return self._stop_at is not None and self._steps >= self._stop_at
 
     def close(self) -> None:
-        """End the agreement. Ranks that wait for this one do so no longer."""
+        """End the agreement. No rank waits for this one any longer."""
         self._store.channel.no_more(self._look)
         if not self._decided.is_set():
             self._store.set_for_sure("stop", f"{_NEVER} rank {self._store.rank} has left")
@@ -147,12 +143,7 @@ class StopBarrier:
     Each rank writes its state whenever it changes: `leaving` after SIGTERM, `waiting` while its machine is about to be
     taken away, `free` otherwise. Rank 0 decides for all. If any rank is leaving or silent, all end. When all are free,
     training goes on. The ranks must wait here: if a process exited by itself, the job would count as completed or
-    failed before Azure ML sees that its node is gone.
-
-    Args:
-        store: shared by the ranks; nothing else uses its keys.
-        state: returns the state of this rank.
-        gone_s: after how many seconds without a heartbeat a rank counts as gone.
+    failed before Azure ML sees that its node is gone. A rank counts as gone after `gone_s` seconds without a heartbeat.
     """
 
     def __init__(self, store: ControlStore, state: Callable[[], State], gone_s: float = _GONE_SECONDS) -> None:

@@ -37,20 +37,15 @@ _EXIT_SECONDS = 3.0
 _FOLDER = "azureml_strategy/channel"
 
 T = TypeVar("T")
-# All that make torch's calls, see `_end_calls`.
+# The workers and threads that call torch, see `_end_calls`.
 _workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def within(seconds: float, action: Callable[[], T]) -> T | None:
-    """Run an action on a thread, with a time limit.
+    """Run an action on a thread for so many seconds, and return its result.
 
-    Args:
-        seconds: how long to wait.
-        action: what to run; it may take for ever.
-
-    Returns:
-        What the action returned. None if it failed or took too long; its thread is then left behind.
+    It is None if the action failed or takes too long. Its thread is then left behind.
     """
     found: list[T] = []
     thread = _start_thread(lambda: found.append(action()), "bounded-call")
@@ -59,11 +54,7 @@ def within(seconds: float, action: Callable[[], T]) -> T | None:
 
 
 class StoreLostError(Exception):
-    """The server of the store cannot be reached any more.
-
-    Args:
-        silent: True if the server has not answered in time, False if the connection has ended.
-    """
+    """The server of the store cannot be reached. It is silent if it has not answered in time, else it has ended."""
 
     def __init__(self, silent: bool) -> None:
         super().__init__("the rendezvous store does not answer" if silent else "the rendezvous store has ended")
@@ -75,7 +66,7 @@ class Channel:
 
     Most calls of torch's stores have no time limit, and calls on one connection wait for one another. Here each call
     has a limit. A connection that has ended, or whose server does not answer, is replaced once, and the call is made
-    again. So a call must do no harm if it is made twice: setting a value is right, adding to a counter is not.
+    again. So a call must do no harm if it is made twice: it may set a value, but not add to a counter.
 
     The thread also sends this process's heartbeats, and makes the calls that are due at intervals.
 
@@ -84,7 +75,7 @@ class Channel:
         connect: opens another connection to the same store; returns None if it cannot.
 
     Attributes:
-        id: a name of this process that no other process has, nor any earlier one. Its heartbeats have it as their key.
+        id: a name that no other process has, nor any earlier one. It is in the key of this process's heartbeats.
     """
 
     def __init__(self, store: Store, connect: Callable[[], Store | None] = lambda: None) -> None:
@@ -101,10 +92,8 @@ class Channel:
     def call(self, action: Callable[[Store], T], timeout_s: float) -> T:
         """Make a call on the connection.
 
-        Args:
-            action: gets the connection. It must not wait for keys, as all others wait for it.
-            timeout_s: how long it may take, in seconds. If another connection must be opened, it takes up to twice as
-                long and some seconds.
+        The action must not wait for keys, because all other calls wait for it. If another connection must be opened, it
+        may take twice the time limit and some seconds.
 
         Raises:
             StoreLostError: the store cannot be reached.
@@ -125,30 +114,20 @@ class Channel:
     def every(self, seconds: float, action: Callable[[], None]) -> None:
         """Call something at intervals on the thread, from now on and until `no_more`.
 
-        Args:
-            seconds: the interval. It may be changed by another call of this method.
-            action: what to call. It may use `call`. If the store is lost, it is called again later.
+        Another call of this method changes the interval. The action may use `call`. If the store is lost, it is called
+        again later.
         """
         self._due[action] = (seconds, time.monotonic())
         self._worker.wake()
 
     def no_more(self, action: Callable[[], None]) -> None:
-        """End the calls at intervals.
-
-        Args:
-            action: as given to `every`.
-        """
+        """End the calls that `every` has begun."""
         self._due.pop(action, None)
 
     def send_for_sure(self, key: str, value: str, timeout_s: float) -> None:
         """Write a value unless there is one already; if the store cannot be reached, before the next heartbeat.
 
-        The other ranks see either the value or no more heartbeats, so that they never wait in vain.
-
-        Args:
-            key: key of the value.
-            value: the value.
-            timeout_s: how long to wait, in seconds.
+        So the other ranks see either the value or no more heartbeats, and never wait in vain.
         """
         self._unsent[key] = value
         try:
@@ -181,7 +160,7 @@ class Channel:
         """Replace a connection whose server has not answered. Its thread is left behind."""
         with self._replacing:
             if self._worker is not silent:
-                return True  # by another thread, meanwhile
+                return True  # another thread has replaced it
             store = None if self._closed else within(_CONNECT_SECONDS, self._connect)
             if store is None:
                 return False
@@ -191,13 +170,7 @@ class Channel:
 
 
 class _Worker:
-    """A connection and the thread that uses it.
-
-    Args:
-        store: the connection.
-        connect: opens another one when it has ended.
-        due: what to call at intervals: the interval in seconds, and when it is due next. Shared with the channel.
-    """
+    """A connection and the thread that uses it. The table of what is due at intervals is shared with the channel."""
 
     def __init__(
         self,
@@ -235,7 +208,7 @@ class _Worker:
         if self._store is not None:
             with suppress(RuntimeError):  # the connection has ended
                 return action(self._store)
-        # The old one is not tried again: torch would log a stack trace each time.
+        # The old connection is not tried again, because torch would log a stack trace each time.
         self._store = None if self._closed else self._connect()
         if self._store is None:
             raise StoreLostError(silent=False)
@@ -287,7 +260,7 @@ class _Worker:
                 action()
             except StoreLostError as error:
                 log.debug("%s; to be tried again", error)
-            except Exception:  # it must not end what others need the thread for
+            except Exception:  # others still need the thread
                 log.exception("A call on the control channel has failed, and is made no more.")
                 self._due.pop(action, None)
             if self._due.get(action) == (seconds, at):  # it may have changed its interval, or ended
@@ -295,7 +268,7 @@ class _Worker:
 
 
 def _start_thread(run: Callable[[], object], name: str) -> threading.Thread:
-    # A daemon: it may wait for ever for a server that is gone.
+    # It is a daemon, because it may wait for ever for a server that is gone.
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     _threads.add(thread)
@@ -317,11 +290,7 @@ def _end_calls() -> None:
 
 
 def heartbeat_key(process: str) -> str:
-    """Return the key of a process's heartbeats.
-
-    Args:
-        process: `Channel.id` of the process.
-    """
+    """Return the key of the heartbeats of a process, which is given by its `Channel.id`."""
     return f"{_FOLDER}/beat/{process}"
 
 
@@ -332,10 +301,7 @@ _opening = threading.Lock()
 
 
 def lease_channel(world_size: int) -> tuple[Channel, Callable[[], None]] | None:
-    """Return the channel of this process, and open it if nobody uses it yet.
-
-    Args:
-        world_size: number of ranks. A single rank gets a store in its own memory.
+    """Return the channel of this process, and open it if nobody uses it yet. A single rank's store is in its memory.
 
     Returns:
         The channel, and what its user must call in the end: the last user's call closes it. None if the process group

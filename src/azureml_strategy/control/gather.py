@@ -37,11 +37,7 @@ def gather(value: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Fault:
-    """What a rank gives to a gather in place of its value, because it has failed before.
-
-    Attributes:
-        text: why.
-    """
+    """What a rank gives to a gather in place of its value, because it has failed before; with the reason."""
 
     text: str
 
@@ -68,7 +64,7 @@ class SharedStore(Generic[Value]):
     """A store that all ranks share, and what they gave one another when it was opened.
 
     Attributes:
-        store: shared by the ranks; None if some rank has no connection.
+        store: None if some rank has no connection.
         values: what each rank gave, in the order of ranks; None for a rank on which something failed before.
         unconnected: the ranks without a connection.
     """
@@ -83,8 +79,8 @@ def open_shared_store(
 ) -> SharedStore[Value]:
     """Open a store that all ranks share, and exchange one value between them. This is a collective.
 
-    Every rank must call it, whatever has failed there before. All get a store, or none does. Its keys are new: the
-    store's server may outlive a run, as torchrun's does, with a previous attempt's keys.
+    Every rank must call it, whatever has failed there before. All get a store, or none does. Its keys are new, because
+    the store's server may outlive a run, as torchrun's does, and then has a previous attempt's keys.
 
     Args:
         who: the class that calls it, for the error.
@@ -94,7 +90,7 @@ def open_shared_store(
         timeout_s: how long a call of the store may take, in seconds.
 
     Raises:
-        RuntimeError: the collective has failed, as another rank has ended, or is elsewhere.
+        RuntimeError: the collective has failed: another rank has ended, or is in another collective.
     """
     channel, give_back = _lease(world_size) or (None, lambda: None)
     own = channel.id if channel is not None else None, uuid.uuid4().hex, value
@@ -131,17 +127,13 @@ def _from_same_place(who: str, gathered: list[Any]) -> list[Any]:
 def _lease(world_size: int) -> tuple[Channel, Callable[[], None]] | None:
     try:
         return lease_channel(world_size)
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+    except Exception as error:  # the other ranks must not wait for this one, whatever has failed
         log.warning("No connection to the rendezvous store: %s: %s", type(error).__name__, error)
         return None
 
 
 class Exchange(ABC):
-    """Exchanges values between ranks. All ranks must call the same methods in the same order.
-
-    Args:
-        rank: this process's global rank.
-    """
+    """Exchanges values between ranks. All ranks must call the same methods in the same order."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -155,10 +147,7 @@ class Exchange(ABC):
         return
 
     def on_all_ranks(self, step: Callable[[], Value]) -> list[Value]:
-        """Run a step on each rank.
-
-        Returns:
-            What the step returned on each rank, in the order of ranks; the same on all ranks.
+        """Run a step on each rank, and return its results in the order of ranks, on all of them.
 
         Raises:
             StepError: the step failed on at least one rank. The message gives the reason.
@@ -166,10 +155,7 @@ class Exchange(ABC):
         return self._results(_outcome(step, f"rank {self.rank}: "))
 
     def on_rank_zero(self, step: Callable[[], Value]) -> Value:
-        """Run a step on rank 0.
-
-        Returns:
-            What the step returned, on all ranks.
+        """Run a step on rank 0, and return its result on all ranks.
 
         Raises:
             StepError: the step failed. The message gives the reason.
@@ -200,10 +186,7 @@ class StoreExchange(Exchange):
     reaches the store's port can write into it, and loading a pickle runs code.
 
     A rank waits for another as long as that one sends heartbeats, because a disk may be slow. A failure on one rank
-    ends the waits of all ranks. Afterwards the exchange cannot be used any more.
-
-    Args:
-        store: of all ranks; nothing else uses it.
+    ends the waits of all ranks. Afterwards the exchange cannot be used any more. Nothing else uses the store.
     """
 
     def __init__(self, store: ControlStore) -> None:
@@ -232,7 +215,7 @@ class StoreExchange(Exchange):
             gathered = [value, *(from_json(texts[rank]) for rank in self._others)]
             if self._others:
                 self._put(everything, gathered)
-                # All have read the last answer, or they would not be in this round.
+                # All ranks have read the last answer. Otherwise they would not be in this round.
                 self._store.delete(f"{self._round - 1}/all", *keys.values())
             return gathered
 
@@ -247,7 +230,7 @@ class StoreExchange(Exchange):
             yield
         except (StepError, ExchangeClosedError):
             raise
-        except Exception as error:  # whatever it is, the others must not wait for this rank
+        except Exception as error:  # the others must not wait for this rank, whatever has failed
             text = redact_text(f"rank {self.rank}: {type(error).__name__}: {error}")
             raise ExchangeError(self._store.fail(text)) from error
 
@@ -281,16 +264,13 @@ def on_rank_zero(who: str, rank: int, world_size: int, step: Callable[[], Value]
 
     A collective would end the others' wait after the time limit of the process group, 30 minutes by default. Here they
     wait for as long as rank 0 sends heartbeats, and a failure on rank 0 ends their waits at once. Only ranks without a
-    common store wait in a collective.
+    common store wait in a collective. The step's result is returned on all ranks.
 
     Args:
         who: the class that calls it, for the error.
         rank: this process's global rank.
         world_size: number of ranks of this Trainer.
-        step: called on rank 0 alone. What it returns is sent to the others.
-
-    Returns:
-        What the step returned, on all ranks.
+        step: called on rank 0 alone.
 
     Raises:
         StepError: the step failed, or rank 0 is gone; on all ranks. With one process it is the step's own error.
@@ -315,6 +295,6 @@ def _outcome(step: Callable[[], Value], who: str) -> tuple[Value | None, str | N
         return step(), None
     except StepError as error:
         return None, str(error)  # it names the rank
-    except Exception as error:  # whatever it is, the others must not wait for this rank
+    except Exception as error:  # the others must not wait for this rank, whatever has failed
         kind = "" if isinstance(error, (OSError, RuntimeError)) else f"{type(error).__name__}: "
         return None, f"{who}{kind}{error}"

@@ -20,10 +20,7 @@ _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def register(*classes: type) -> None:
-    """Allow objects of these classes in messages.
-
-    Args:
-        classes: enumerations, and data classes whose fields are plain values or objects of registered classes.
+    """Allow objects of these classes in messages: enumerations, and data classes of plain values and such objects.
 
     Raises:
         ValueError: another class of the same name is registered; messages tell classes apart by name alone.

@@ -27,14 +27,14 @@ class Member:
     """A rank's process, with all that other ranks need to check whether it is alive.
 
     Attributes:
-        rank: its global rank.
-        node: the index of its node.
-        host: the name of its machine.
+        rank: global rank.
+        node: index of its node.
+        host: name of its machine.
         processes: identifies its process table. Two processes with the same value can see each other.
-        pid: its process id in that table.
-        started: its start time by the kernel's clock, because process ids are reused.
-        address: address at which other machines ask its kernel, see `answering_port`; empty if they cannot.
-        port: port at that address; 0 if they cannot.
+        pid: process id in that table.
+        started: start time by the kernel's clock, because process ids are reused.
+        address: at which other machines ask its kernel, see `answering_port`; empty if they cannot.
+        port: at that address; 0 if they cannot.
     """
 
     rank: int
@@ -51,36 +51,18 @@ class Member:
 
 
 def this_process(rank: int, node: int, address: str = "") -> Member:
-    """Return this process as a member of the job.
-
-    Args:
-        rank: its global rank.
-        node: the index of its node.
-        address: this machine's address, at which other machines may ask for the process; empty for none.
-    """
-    status = _status(os.getpid())
+    """Return this process as a member of the job. Other machines can check it at the address, if there is one."""
+    pid = os.getpid()
+    status = _status(pid)
     port = answering_port(address) if address else 0
-    return Member(
-        rank,
-        node,
-        socket.gethostname(),
-        _table(),
-        os.getpid(),
-        status[1] if status else "",
-        address if port else "",
-        port,
-    )
+    started = status[1] if status else ""
+    return Member(rank, node, socket.gethostname(), _table(), pid, started, address if port else "", port)
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's address as another machine sees it. Sends nothing: it only connects a datagram socket.
+    """Return this machine's address as another machine sees it; empty if there is no route to any port of that one.
 
-    Args:
-        host: name or address of the other machine.
-        port: any port of the other machine.
-
-    Returns:
-        The address; empty if there is no route.
+    It sends nothing: it only connects a datagram socket.
     """
     try:
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -95,21 +77,14 @@ def answering_port(address: str) -> int:
     """Return a port at which the kernel answers while this process lives, whatever its threads do; 0 if none can open.
 
     The process never reads or sends anything there. A forked child closes its copy, so that the port closes with this
-    process.
-
-    Args:
-        address: the address of this machine to listen at. The port is open at no other address.
+    process. The port is open at no other address of this machine.
     """
     listening = _listening(address)
     return int(listening.getsockname()[1]) if listening is not None else 0
 
 
 def accept_probes(member: Member) -> None:
-    """Close the connections of ranks that have asked for this process, because the kernel's queue for them is limited.
-
-    Args:
-        member: this process.
-    """
+    """Close the connections of ranks that have checked this process, because the kernel's queue for them is limited."""
     listening = _listening(member.address) if member.port else None
     with contextlib.suppress(OSError):
         while listening is not None:
@@ -117,11 +92,7 @@ def accept_probes(member: Member) -> None:
 
 
 def check_liveness(member: Member) -> Liveness:
-    """Check whether a process is alive.
-
-    Args:
-        member: the process.
-    """
+    """Check whether a process is alive."""
     if shares_process_table(member):
         return "gone" if is_gone(member) else "alive"
     if not member.port:
@@ -136,12 +107,7 @@ def check_liveness(member: Member) -> Liveness:
 
 
 def why_silent(member: Member, liveness: Liveness) -> str:
-    """Describe what is known of a process without heartbeats.
-
-    Args:
-        member: the process.
-        liveness: the result of `check_liveness`.
-    """
+    """Describe what is known of a process without heartbeats."""
     if liveness == "unreachable":
         return "its machine does not answer either"
     if liveness != "alive":
@@ -153,11 +119,7 @@ def why_silent(member: Member, liveness: Liveness) -> str:
 
 
 def is_gone(member: Member) -> bool:
-    """Whether the process has certainly ended. Always False for a process that this machine's kernel cannot see.
-
-    Args:
-        member: the process.
-    """
+    """Whether the process has certainly ended. Always False for a process that this machine's kernel cannot see."""
     if not shares_process_table(member):
         return False
     status = _status(member.pid)
@@ -166,12 +128,8 @@ def is_gone(member: Member) -> bool:
 
 
 def shares_process_table(member: Member) -> bool:
-    """Whether the process is in this process's own process table, so that /proc shows it.
-
-    Args:
-        member: the process.
-    """
-    # Where two processes cannot identify their tables, both values are empty. They do not share a table.
+    """Whether the process is in this process's own process table, so that /proc shows it."""
+    # Two processes that cannot identify their tables have empty values, and need not share a table.
     return bool(member.started and member.processes) and member.processes == _table()
 
 

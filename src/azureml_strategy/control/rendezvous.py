@@ -27,11 +27,8 @@ _rounds = itertools.count()
 def open_store(launch: Launch, timeout: timedelta, purpose: str | None = None) -> Store:
     """Open the rendezvous store of the job. Rank 0 or torchrun's agent serves it; torch's own store shares the server.
 
-    Args:
-        launch: this process's place.
-        timeout: how long to wait for rank 0.
-        purpose: a prefix for the keys that nothing else uses. With None a counter gives the prefix, so each process of
-            a group must open the store once.
+    The purpose is a prefix for the keys that nothing else uses. With None a counter gives the prefix, so each process
+    of a group must open the store once.
 
     Raises:
         LaunchError: the store cannot be opened, or rank 0 did not open it in time.
@@ -56,7 +53,7 @@ def open_store(launch: Launch, timeout: timedelta, purpose: str | None = None) -
             f"{str(error).splitlines()[0]} If another process of node 0 has the port, set MASTER_PORT to a free one "
             "on all nodes."
         ) from error
-    # torchrun's store may outlive the processes, which torchrun restarts
+    # The store of torchrun outlives the processes that torchrun restarts.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"azureml_strategy/{attempt}/{next(_rounds) if purpose is None else purpose}", store)
 
@@ -64,12 +61,8 @@ def open_store(launch: Launch, timeout: timedelta, purpose: str | None = None) -
 def another_connection(world_size: int, timeout: timedelta) -> Store | None:
     """Open another connection to the store of the running process group, for a background thread.
 
-    Calls on one connection wait for one another: on torch's connection, the thread would wait for the main thread's
-    calls.
-
-    Args:
-        world_size: number of ranks. A single rank gets a store in its own memory.
-        timeout: how long a call may wait for a key.
+    Calls on one connection wait for one another. On torch's connection, the thread would wait for the main thread's
+    calls. A single rank gets a store in its own memory. A call may wait for a key until the timeout.
 
     Returns:
         The store. None if the group was not made with MASTER_ADDR and MASTER_PORT, or nothing answers there.

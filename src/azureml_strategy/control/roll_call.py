@@ -25,7 +25,7 @@ _REMIND_SECONDS = 60.0
 _POLL_SECONDS = 0.01
 # How long the others wait for the outcome after rank 0's timeout, and rank 0 for the others to read it.
 _GRACE_SECONDS = 5.0
-# The processes at the last roll call. If one dies before its first heartbeat, the hang watch still knows it from here.
+# The processes at the last roll call. From here the hang watch knows a process that dies before its first heartbeat.
 _members: list[Member] = []
 
 
@@ -65,7 +65,7 @@ def call_roll(store: Store, launch: Launch, timeout: timedelta, problem: str | N
     """Wait until every process of the job is here and none of them has a problem.
 
     Args:
-        store: from `channel.open_store`.
+        store: from `rendezvous.open_store`.
         launch: this process's place.
         timeout: how long rank 0 waits for the others.
         problem: why this process cannot go on. The other processes then raise too, instead of waiting for it.

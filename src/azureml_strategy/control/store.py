@@ -12,8 +12,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from azureml_strategy.control.channel import Channel, T, heartbeat_key
 
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.05
-# Time between two checks by a waiting rank, and the time without a new heartbeat after which a rank counts as gone. So
-# long, because other code may hold the GIL for a while.
+# Time between two checks by a waiting rank; and the time without a new heartbeat after which a rank counts as gone, so
+# long because other code may hold the GIL for a while.
 _ASK_SECONDS, _SILENCE_SECONDS = 1.0, 120.0
 # Time for the last message, in case the store does not answer.
 _CLOSE_SECONDS = 2.0
@@ -24,7 +24,7 @@ class StepError(RuntimeError):
 
 
 class ExchangeError(StepError):
-    """The ranks cannot go on, because one of them is silent or lost its connection. Raised on all that wait."""
+    """The ranks cannot go on, because one of them is silent or has lost its connection. Raised on all that wait."""
 
 
 class ExchangeClosedError(RuntimeError):
@@ -34,17 +34,17 @@ class ExchangeClosedError(RuntimeError):
 class ControlStore:
     """A store for one purpose, such as the checkpoints of one fit, which all ranks share.
 
-    Every wait ends: with the value; with the error that any rank has met, which is the same on all ranks; or when
-    nothing has been heard for two minutes of the rank that should write the value. After an error the store cannot be
-    used to wait any more, as its ranks may be at different places.
+    Every wait ends: with the value; with the error that any rank has met, which is the same on all ranks; or when the
+    rank that should write the value has sent no heartbeat for two minutes. After an error the store cannot be used to
+    wait any more, because its ranks may be at different places.
 
     Args:
-        channel: the channel of this process.
+        channel: of this process.
         name: a prefix of the keys that nothing else uses.
         rank: this process's global rank.
         processes: `Channel.id` of all ranks, in the order of ranks.
         timeout_s: how long one call may take, in seconds.
-        give_back: what to call in the end.
+        give_back: called in the end.
         errors: key of the error that ends the waits; by default below `name`.
     """
 
@@ -77,11 +77,7 @@ class ControlStore:
         return self._error is not None
 
     def part(self, name: str) -> ControlStore:
-        """Return a store below this one, for a part of its purpose. It needs no `close`, and has the same error.
-
-        Args:
-            name: a prefix of its keys, below that of this one.
-        """
+        """Return a store below this one, for a part of its purpose. It needs no `close`, and has the same error."""
         return ControlStore(
             self.channel,
             f"{self._name}/{name}",
@@ -105,7 +101,7 @@ class ControlStore:
         return dict(zip(keys, found, strict=True))
 
     def get_if_all(self, keys: Sequence[str]) -> list[str] | None:
-        """Read several values if all are there, at the cost of one question; None if one is missing."""
+        """Read several values if all are there. None if one is missing, which costs one call."""
         names = [self._key(key) for key in keys]
 
         def read(store: Store) -> list[str] | None:
@@ -131,13 +127,7 @@ class ControlStore:
         self._call(remove)
 
     def wait(self, keys: Mapping[int, str]) -> dict[int, str]:
-        """Wait for values.
-
-        Args:
-            keys: the key that each rank writes, by rank.
-
-        Returns:
-            The values by rank.
+        """Wait for the value under the key that each rank writes, and return the values by rank.
 
         Raises:
             ExchangeError: an error on any rank, or silence of one of these ranks, has ended the wait.
@@ -164,14 +154,7 @@ class ControlStore:
             raise ExchangeClosedError("this process ended before all ranks had written")
 
     def fail(self, error: str) -> str:
-        """End the waits of all ranks.
-
-        Args:
-            error: why this rank cannot go on.
-
-        Returns:
-            The error that this rank met first, which is the one that its waits raise.
-        """
+        """End the waits of all ranks with an error. Return the one that this rank met first, which its waits raise."""
         error = self._end(error)
         self.channel.send_for_sure(self._errors, error, _CLOSE_SECONDS)
         return error
@@ -223,27 +206,18 @@ class ControlStore:
 
 
 class Patience:
-    """Decides when to stop waiting for ranks.
-
-    Args:
-        store: shared with the ranks.
-        seconds: seconds without a new heartbeat after which a rank counts as gone.
-    """
+    """Decides when to stop waiting for ranks: after so many seconds without a new heartbeat, a rank counts as gone."""
 
     def __init__(self, store: ControlStore, seconds: float | None = None) -> None:
         self._store = store
-        # Counts checks, not seconds: a machine that was suspended for a while has not listened in that time.
+        # Checks are counted, not seconds: a machine that was suspended for a while has not read in that time.
         self._most_in_vain = math.ceil((_SILENCE_SECONDS if seconds is None else seconds) / _ASK_SECONDS)
         self._asked_at = time.monotonic()
         self._heard: dict[int, str | None] = {}
         self._in_vain: dict[int, int] = {}
 
     def end(self, ranks: Sequence[int]) -> str | None:
-        """Return why waiting is pointless, or None. Asks the store at most once a second.
-
-        Args:
-            ranks: the ranks that are waited for.
-        """
+        """Return why it is pointless to wait for these ranks, or None. It asks the store at most once a second."""
         if time.monotonic() < self._asked_at + _ASK_SECONDS:
             return None
         self._asked_at = time.monotonic()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import sys
@@ -59,7 +58,7 @@ class HangReporter:
         self._folder = (root / f"hang.attempt_{self._attempt}").resolve()
 
     def report(self, verdict: Verdict) -> None:
-        """Print the verdict, write it to a file unless it is on an exception, and tag the run."""
+        """Print the verdict, write it to a file unless it is about an exception, and tag the run."""
         if verdict.kind == "ended":  # the exception itself is in the log
             say(verdict.headline)
         else:
@@ -149,11 +148,6 @@ class Outcome(Message):
     final: bool
     judge: int
 
-    @classmethod
-    def from_json(cls, text: str) -> Outcome:
-        """Return the outcome from its text."""
-        return cls(**json.loads(text))
-
 
 class AlarmHandler:
     """Handles the alarms on this rank, one after the other.
@@ -210,9 +204,7 @@ class AlarmHandler:
     def report_alone(self, alarm: Alarm, heartbeat: Heartbeat, failed: bool) -> str:
         """Reach a verdict and record it when the other ranks cannot be asked; return its headline."""
         report, trace = self._report(alarm, heartbeat, failed)
-        reports = {self._rank: report}
-        members, heartbeats = self._peers.members, self._peers.heartbeats()
-        headline = reach_verdict(Evidence(alarm, members, heartbeats, reports, self._world_size)).headline
+        headline = self._verdict(alarm, {self._rank: report}).headline
         self._reporter.note(f"Rank {self._rank}: {headline}")
         self._keep(alarm, trace)
         return headline
@@ -227,7 +219,7 @@ class AlarmHandler:
     def _report(self, alarm: Alarm, heartbeat: Heartbeat, failed: bool) -> tuple[Report, flight_recorder.Trace | None]:
         frames = frames_of(self._main_thread)
         trace = None
-        if alarm.kind == "stalled":  # frames may take too long: the main thread may hang in an import
+        if alarm.kind == "stalled":  # the frames may take too long, as the main thread may hang in an import
             trace = within(_STACKS_SECONDS, lambda: flight_recorder.record(True, self._since))
         if trace is None:
             trace = flight_recorder.record(False, self._since)
@@ -239,14 +231,16 @@ class AlarmHandler:
             self._reporter.keep_trace(trace)
 
     def _judge(self, alarm: Alarm, answering: list[int]) -> Outcome:
-        reports = self._collect_reports(answering)
-        members, heartbeats = self._peers.members, self._peers.heartbeats()
-        verdict = reach_verdict(Evidence(alarm, members, heartbeats, reports, self._world_size))
+        verdict = self._verdict(alarm, self._collect_reports(answering))
         verdict = replace(verdict, final=verdict.final or self._kill)
         outcome = Outcome(verdict.headline, verdict.final, self._rank)
         self._store.set(self._key("verdict"), outcome.to_json())
         self._reporter.report(verdict)
         return outcome
+
+    def _verdict(self, alarm: Alarm, reports: Mapping[int, Report]) -> Verdict:
+        heartbeats = self._peers.heartbeats()
+        return reach_verdict(Evidence(alarm, self._peers.members, heartbeats, reports, self._world_size))
 
     def _collect_reports(self, answering: list[int]) -> dict[int, Report]:
         texts: dict[str, str | None] = {}
@@ -271,7 +265,7 @@ class AlarmHandler:
         outcome = Outcome("There was an alarm, but no rank has said why in time.", alarm.kind not in PASSING, -1)
         if verdict:
             outcome = Outcome.from_json(verdict)
-        if alarm.ranks != (self._rank,):  # its own message comes next
+        if alarm.ranks != (self._rank,):  # otherwise this rank's own message comes next
             say(f"Rank {self._rank}: {outcome.headline}")
         return outcome
 

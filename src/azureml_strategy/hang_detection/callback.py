@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +24,7 @@ from azureml_strategy.cluster.isolation import CapturedResult, IsolatedCallback
 from azureml_strategy.cluster.launchers import local
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.control import roll_call
-from azureml_strategy.control.gather import gather, open_shared_store
+from azureml_strategy.control.gather import Value, gather, open_shared_store
 from azureml_strategy.control.process import Member, address_towards, this_process
 from azureml_strategy.control.rendezvous import another_connection
 from azureml_strategy.control.store import ControlStore
@@ -48,6 +48,16 @@ _CHILDREN_SECONDS = 10.0
 _CONNECT_SECONDS = 10.0
 # Lower bounds of the default limits for a training batch and for all else.
 _LEAST_TRAINING_SECONDS, _LEAST_SECONDS = 600.0, 1800.0
+
+
+def _hook(name: str, phase: str, ends_batch: bool = False) -> Callable[..., None]:
+    """A hook of Lightning's that notes progress in a phase."""
+
+    def note(self: HangWatch, *_: Any, **__: Any) -> None:
+        self._note(phase, ends_batch)
+
+    note.__name__ = name  # the warning of a fault names it
+    return note
 
 
 class HangWatch(IsolatedCallback):
@@ -110,14 +120,8 @@ class HangWatch(IsolatedCallback):
             return
         # All ranks must reach the meeting, even if this fails on one of them.
         ready = CapturedResult(lambda: _member(trainer))
-        try:
-            shared = open_shared_store(
-                "HangWatch", trainer.global_rank, trainer.world_size, ready.value, self._dead_after_s
-            )
-        except RuntimeError as error:
-            if not _LOST_CONNECTION.search(str(error)):
-                raise
-            shared = None  # a rank has ended, which the run's next collective reports as well
+        rank, size, timeout_s = trainer.global_rank, trainer.world_size, self._dead_after_s
+        shared = _unless_ended(lambda: open_shared_store("HangWatch", rank, size, ready.value, timeout_s))
         ready.reraise()
         if shared is None:
             return
@@ -131,8 +135,8 @@ class HangWatch(IsolatedCallback):
                 )
             return
         begun = CapturedResult(lambda: self._start(trainer, store, members))
-        began = _gather_unless_ended(begun.fault is None)
-        if began is not None and not all(began):  # None: a rank has ended, and the running watches name it
+        began = _unless_ended(lambda: gather(begun.fault is None))
+        if began is not None and not all(began):  # with None, the watches that run name the rank that has ended
             self._close()
         begun.reraise()
 
@@ -154,7 +158,7 @@ class HangWatch(IsolatedCallback):
             cause = _without_watch(trainer, known)  # the exception came before the watch began
         if cause is not None and sys.version_info >= (3, 11):
             exception.add_note(cause)
-        self._watch = None  # it goes on, and a checkpoint written on the way out is still noted
+        self._watch = None  # its thread goes on, and a checkpoint that is written on the way out is still noted
 
     def pause(self) -> None:
         """Suspend the limit while the ranks wait at a stop barrier, or for what rank 0 does for all."""
@@ -167,71 +171,28 @@ class HangWatch(IsolatedCallback):
         if self._progress is not None:
             self._progress.note(self._resumes_as)
 
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._note(TRAINING)
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._batch_done(TRAINING)
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._note("end of an epoch")
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._note("validation")
-
-    @override
-    def on_validation_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        self._note("validation")
+    on_train_batch_start = _hook("on_train_batch_start", TRAINING)
+    on_train_batch_end = _hook("on_train_batch_end", TRAINING, ends_batch=True)
+    on_train_epoch_end = _hook("on_train_epoch_end", "end of an epoch")
+    on_validation_start = _hook("on_validation_start", "validation")
+    on_validation_batch_start = _hook("on_validation_batch_start", "validation")
+    on_validation_end = _hook("on_validation_end", "end of a validation")
+    on_test_batch_start = _hook("on_test_batch_start", "test")
+    on_test_batch_end = _hook("on_test_batch_end", "test", ends_batch=True)
+    on_predict_batch_start = _hook("on_predict_batch_start", "prediction")
+    on_predict_batch_end = _hook("on_predict_batch_end", "prediction", ends_batch=True)
+    on_save_checkpoint = _hook("on_save_checkpoint", CHECKPOINT)
+    on_test_end = _hook("on_test_end", END)
+    on_predict_end = _hook("on_predict_end", END)
+    on_fit_end = _hook("on_fit_end", END)
 
     @override
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        (self._batch_done if trainer.state.fn == TrainerFn.VALIDATING else self._note)("validation")
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._note("end of a validation")
-
-    @override
-    def on_test_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        self._note("test")
-
-    @override
-    def on_test_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        self._batch_done("test")
-
-    @override
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._note(END)
-
-    @override
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._note(END)
-
-    @override
-    def on_predict_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        self._note("prediction")
-
-    @override
-    def on_predict_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        self._batch_done("prediction")
-
-    @override
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._note(CHECKPOINT)
+        self._note("validation", ends_batch=trainer.state.fn == TrainerFn.VALIDATING)
 
     def writes_checkpoint(self) -> None:
         """Note that training waits for a checkpoint that a background thread writes."""
         self._note(CHECKPOINT)
-
-    @override
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._note(END)
 
     @override
     def _give_up(self, trainer: Trainer | None) -> None:
@@ -256,13 +217,9 @@ class HangWatch(IsolatedCallback):
             _kills() if self._kill is None else self._kill,
         )
 
-    def _note(self, phase: str) -> None:
+    def _note(self, phase: str, ends_batch: bool = False) -> None:
         if self._progress is not None:
-            self._progress.note(phase)
-
-    def _batch_done(self, phase: str) -> None:
-        if self._progress is not None:
-            self._progress.batch_done(phase)
+            (self._progress.batch_done if ends_batch else self._progress.note)(phase)
 
     def _limits(self, trainer: Trainer) -> tuple[float, float]:
         timeout = collective_timeout(trainer.strategy) or default_pg_timeout
@@ -280,7 +237,7 @@ class HangWatch(IsolatedCallback):
 
 
 def _member(trainer: Trainer) -> Member:
-    """Return this process, with an address at which other machines ask its kernel."""
+    """Return this process, with an address at which other machines can ask its kernel whether it lives."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     own = address_towards(address, int(port)) if address and port.isdigit() else ""
     return this_process(trainer.global_rank, trainer.node_rank, own)
@@ -295,10 +252,10 @@ def _kills() -> bool:
     return value == "kill"
 
 
-def _gather_unless_ended(value: Any) -> list[Any] | None:
-    """Gather a value from each rank; None if a rank has ended, which the run's next collective reports as well."""
+def _unless_ended(collective: Callable[[], Value]) -> Value | None:
+    """Run a collective; None if a rank has ended, which the run's next collective reports as well."""
     try:
-        return gather(value)
+        return collective()
     except RuntimeError as error:
         if not _LOST_CONNECTION.search(str(error)):
             raise

@@ -145,10 +145,10 @@ def _where_it_was(evidence: Evidence, found: list[int]) -> Iterator[str]:
         yield f"It was in step {heartbeat.step} ({heartbeat.phase}){where}."
         if report.last:
             yield f"Its last collective: {report.last}."
-    waiting = {rank: each.waits_in for rank, each in evidence.reports.items() if each.waits_in and rank not in found}
+    others = sorted(rank for rank in evidence.reports if rank not in found)
+    waiting = [(rank, held) for rank in others if (held := evidence.reports[rank].waits_in)]
     if waiting:
-        rank, collective = next(iter(sorted(waiting.items())))
-        assert collective is not None
+        rank, collective = waiting[0]
         since = f"since {_clock(collective.entered_at)}{_called_at(collective.place)}"
         yield f"{len(waiting)} rank(s) wait for it, rank {rank} in {collective} {since}."
 

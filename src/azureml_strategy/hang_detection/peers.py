@@ -7,7 +7,9 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
+
+from typing_extensions import override
 
 from azureml_strategy.control.process import Liveness, Member, check_liveness, is_gone, shares_process_table
 from azureml_strategy.control.store import ControlStore
@@ -30,6 +32,11 @@ class Message:
     def to_json(self) -> str:
         """Return the message as text."""
         return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return the message from its text."""
+        return cls(**json.loads(text))
 
 
 @dataclass(frozen=True)
@@ -56,11 +63,6 @@ class Heartbeat(Message):
     limit_s: float
     entered: dict[str, int]
 
-    @classmethod
-    def from_json(cls, text: str) -> Heartbeat:
-        """Return the heartbeat from its text."""
-        return cls(**json.loads(text))
-
 
 @dataclass(frozen=True)
 class Alarm(Message):
@@ -77,8 +79,8 @@ class Alarm(Message):
     text: str
 
     @classmethod
-    def from_json(cls, text: str) -> Alarm:
-        """Return the alarm from its text."""
+    @override
+    def from_json(cls, text: str) -> Self:
         values: dict[str, Any] = json.loads(text)
         return cls(values["kind"], tuple(values["ranks"]), values["text"])
 
@@ -105,8 +107,8 @@ class Report(Message):
     failed: bool
 
     @classmethod
-    def from_json(cls, text: str) -> Report:
-        """Return the report from its text."""
+    @override
+    def from_json(cls, text: str) -> Self:
         values: dict[str, Any] = json.loads(text)
         collectives = [Collective(**each | {"ranks": tuple(each["ranks"])}) for each in values["collectives"]]
         frames = [(file, number, name) for file, number, name in values["stack"]]
@@ -147,7 +149,7 @@ class Peers:
     def listen(self, ranks: Iterable[int] | None = None) -> None:
         """Read new heartbeats of some ranks, by default all others."""
         polled = self._others if ranks is None else [rank for rank in ranks if rank in self._received]
-        # Silence counts only from now on for a rank whose heartbeats were not read until now.
+        # A rank whose heartbeats were not read until now counts as silent only from now on.
         for rank in polled:
             if rank not in self._polled:
                 self._received[rank] = (self._received[rank][0], time.monotonic())
@@ -171,13 +173,12 @@ class Peers:
     def dead(self, after_s: float) -> tuple[int, ...]:
         """Like `silent` for `after_s`, but a starting rank gets more time: loading a model may long hold the GIL."""
         now = time.monotonic()
-        dead = []
-        for rank in self.silent(now - after_s):
-            heartbeat, heard_at = self.last(rank), self._received[rank][1]
-            allowed_s = max(after_s, heartbeat.limit_s) if heartbeat.phase == START else after_s
-            if now - heard_at > allowed_s:
-                dead.append(rank)
-        return tuple(dead)
+
+        def allowed_s(heartbeat: Heartbeat) -> float:
+            return max(after_s, heartbeat.limit_s) if heartbeat.phase == START else after_s
+
+        silent = self.silent(now - after_s)
+        return tuple(rank for rank in silent if now - self._received[rank][1] > allowed_s(self.last(rank)))
 
     def liveness_of(self, ranks: Collection[int]) -> dict[int, Liveness]:
         """Check the liveness of processes: ask this machine's kernel, or the kernel of theirs."""
@@ -190,7 +191,7 @@ class Peers:
         return {rank: liveness if rank in self._reachable else "unknown" for rank, liveness in found.items()}
 
     def probe(self) -> None:
-        """Learn at the start, when all processes live, which of those that this rank listens to answer a check."""
+        """Learn which of the processes that this rank listens to answer a check. Call it while all of them live."""
         self.liveness_of(self._others if self._rank == 0 else [0])
 
     def vanished(self, liveness_of: Mapping[int, Liveness], after_s: float, idle_s: float) -> tuple[int, ...]:
@@ -198,9 +199,8 @@ class Peers:
 
         All processes of such a node have been silent for `after_s`, and all other ranks have been idle for `idle_s`.
         """
-        if not all(
-            each.over or each.idle_s > idle_s for rank, each in self.heartbeats().items() if rank not in liveness_of
-        ):
+        others = [each for rank, each in self.heartbeats().items() if rank not in liveness_of]
+        if not all(each.over or each.idle_s > idle_s for each in others):
             return ()
         since = time.monotonic() - after_s
         lost = {

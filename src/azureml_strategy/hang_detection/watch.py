@@ -93,30 +93,25 @@ class Watch:
         self._main_thread = main_thread
         # The frame of this very call: a script may catch its exception and call the Trainer again.
         self._inside: FrameType | None = trainer_frame(main_thread)
-        self._dead_after_s = dead_after_s
-        self._beat_s = beat_s
+        self._dead_after_s, self._beat_s = dead_after_s, beat_s
         self._end = end
         self._peers = Peers(store, store.rank, members, progress.limit_s)
         self._alarm_handler = AlarmHandler(store, self._peers, main_thread, reporter, kill)
-        self._member = members[store.rank]
         self._kill = kill
         # The reported hang that has not passed: time, silent ranks, whether it was a stall, whether this rank judged.
         self._reported_at: float | None = None
         self._silent: set[int] = set()
-        self._stall_reported = False
-        self._judged = False
+        self._stall_reported = self._judged = False
         self._asked_at = float("-inf")
         self._lost_at: float | None = None
         self._heartbeats = 0
         self._done: tuple[int, dict[str, int]] | None = None
         self._failure: Failure | None = None
         self._closing = False
-        self._wake = threading.Event()
-        self._finished = threading.Event()
+        self._wake, self._finished = threading.Event(), threading.Event()
         self._headline: str | None = None
         self._alarm: Alarm | None = None
         self._patience_s: float | None = None
-        self._own_fault = False
         threading.Thread(target=self._run, name="hang-watch", daemon=True).start()
 
     def fail(self, failure: Failure) -> str | None:
@@ -131,7 +126,8 @@ class Watch:
         self._wake.set()
         self._finished.wait(_FAIL_SECONDS)
         self._progress.touch()
-        return None if self._own_fault else self._headline
+        failed_first = self._alarm is not None and self._alarm.ranks == (self._rank,)
+        return None if failed_first else self._headline
 
     def close(self) -> None:
         """Leave the run in order: the thread sends a last heartbeat and ends."""
@@ -176,9 +172,7 @@ class Watch:
         """Return the headline of a final verdict; None when this rank has left in order."""
         while (alarm := self._send_heartbeats()) is not None:
             self._alarm = alarm
-            self._own_fault = alarm.ranks == (self._rank,)
-            stays = alarm.kind in PASSING
-            self._patience_s = None if stays else min(_STUCK_SECONDS, self._dead_after_s)
+            self._patience_s = None if alarm.kind in PASSING else min(_STUCK_SECONDS, self._dead_after_s)
             outcome = self._alarm_handler.hold(alarm, self._heartbeat(), self._failure is not None)
             if outcome.final:
                 return outcome.headline
@@ -187,7 +181,7 @@ class Watch:
         return None
 
     def _go_on(self, alarm: Alarm, outcome: Outcome) -> None:
-        self._alarm, self._own_fault = None, False
+        self._alarm = None
         self._reported_at = time.monotonic()
         self._silent |= set(alarm.ranks)
         self._stall_reported = self._stall_reported or alarm.kind == "stalled"
@@ -216,7 +210,7 @@ class Watch:
             if (alarm := self._find_alarm()) is not None:
                 return self._alarm_handler.open(alarm)
             self._report_passed_hang()
-            accept_probes(self._member)
+            accept_probes(self._peers.members[self._rank])
             self._wake.wait(self._beat_s)
             self._wake.clear()
         self._report_passed_hang()

@@ -39,7 +39,7 @@ class ScheduledEvent:
     """One announced event.
 
     Attributes:
-        event_id: Azure's id of the event.
+        event_id: Azure's.
         kind: `Preempt`, `Redeploy`, `Reboot`, `Terminate` or `Freeze`.
         not_before: earliest start in seconds since 1970. None once the event has started, or if Azure's time for it is
             invalid. Such an event counts as starting when it is first seen, unless its time was known before.
@@ -58,12 +58,9 @@ class EventPoller:
     If the service is missing, slow, failing or sends invalid answers, its last valid answer holds and polling goes on.
     The first invalid answer is logged as a warning.
 
-    Args:
-        url: the service's address.
-        notice_s: how long before its start an event counts as imminent, in seconds. Azure announces a reboot a quarter
-            of an hour ahead, and training uses most of this time.
-        patience_s: how long after its announced start an event counts if this machine is still there, in seconds.
-        interval_s: pause between two requests, in seconds. Azure recommends one second.
+    An event is imminent from `notice_s` before its start until `patience_s` after it, if this machine still exists.
+    Azure announces a reboot a quarter of an hour ahead, and training uses most of this time. Azure recommends one
+    second between two requests.
     """
 
     def __init__(self, url: str, notice_s: float, patience_s: float, interval_s: float = 1.0) -> None:
@@ -96,19 +93,17 @@ class EventPoller:
     def _run(self) -> None:
         pause = 0.0
         while not self._closing.wait(pause):
+            pause = max(self._interval_s, _AFTER_ERROR_SECONDS)
             try:
                 request = Request(self._url, headers={"Metadata": "true"})
                 with self._opener.open(request, timeout=self._timeout_s) as response:
                     answer = bytes(response.read(_MOST_BYTES))
                 self._remember(read_events(answer))
+                self._timeout_s, pause = _TIMEOUT_SECONDS, self._interval_s
             except (OSError, http.client.HTTPException):
-                pause = max(self._interval_s, _AFTER_ERROR_SECONDS)
+                continue
             except Exception as error:  # whatever the error, the next answer may hold a Preempt
                 self._warn(f"its answer cannot be read ({type(error).__name__}: {error})")
-                pause = max(self._interval_s, _AFTER_ERROR_SECONDS)
-            else:
-                self._timeout_s = _TIMEOUT_SECONDS
-                pause = self._interval_s
 
     def _warn(self, what: str) -> None:
         if not self._warned:
@@ -116,7 +111,7 @@ class EventPoller:
             log.warning("Scheduled Events at %s: %s. The service is asked again; this is said once.", self._url, what)
 
     def _remember(self, listed: tuple[ScheduledEvent, ...]) -> None:
-        # An event that has started keeps the time announced before. One first seen after its start is due now.
+        # An event that has started keeps the time announced before. One that is first seen after its start is due now.
         now = time.time()
         announced = {event.event_id: due for event, due in self._due.items()}
         for event in listed:
@@ -130,9 +125,9 @@ class EventPoller:
 
 
 def events_url(url: str | None, environ: Mapping[str, str]) -> str | None:
-    """Return the address to poll: the given one, the environment's, or Azure's own on an Azure VM.
+    """Return the address to poll: the given one, that in `EVENTS_VARIABLE`, or Azure's own on an Azure VM.
 
-    None means no polling, as for the address `off`. The environment's is in `EVENTS_VARIABLE`.
+    None means no polling, as for the address `off`.
     """
     given = url or environ.get(EVENTS_VARIABLE)
     if given is not None:

@@ -66,11 +66,6 @@ def save_and_record(trainer: Trainer, reason: str) -> None:
     _record(trainer, f"{reason}, after step {trainer.global_step}")
 
 
-def record_going_on(trainer: Trainer, reason: str) -> None:
-    """Record in the run and on the console that the announced event did not come and training goes on."""
-    _record(trainer, f"{reason}, after step {trainer.global_step}; it did not come, and training went on")
-
-
 def _record(trainer: Trainer, text: str) -> None:
     """Write one tag per attempt of the job, such as `stopped.attempt_0`."""
     if trainer.is_global_zero:
@@ -145,8 +140,8 @@ class TerminateTogether(IsolatedCallback):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if stage != "fit" or next(each for each in callbacks if isinstance(each, TerminateTogether)) is not self:
             return
-        # If this fails on one rank, the others must not wait for it. Opening the store is a collective, which notices
-        # at once that another rank has ended.
+        # If this fails on one rank, the others must not wait for it. To open the store is a collective, which fails at
+        # once if another rank has ended.
         ready = CapturedResult(lambda: self._prepare(trainer))
         shared = open_shared_store("TerminateTogether", trainer.global_rank, trainer.world_size, ready.fault is None)
         if ready.fault is not None or shared.store is None or not all(shared.values):
@@ -158,7 +153,7 @@ class TerminateTogether(IsolatedCallback):
             return
         self._store = shared.store
         self._rank = trainer.global_rank
-        self._stops = 0  # alike on all ranks, also if a fit before this has failed on one
+        self._stops = 0  # the same on all ranks, even if an earlier fit has failed on one
         self._listen_with_lightning(trainer)
 
     @override
@@ -172,8 +167,9 @@ class TerminateTogether(IsolatedCallback):
             self._give_up(trainer)
             begun.reraise()
             return
-        # In each step Lightning broadcasts from rank 0 whether it got SIGTERM, for which the GPU must finish its work.
-        replace_sigterm_broadcast(trainer, _skip_broadcast)
+        # In each step, Lightning broadcasts from rank 0 whether it got SIGTERM. For that, the GPU must finish its work.
+        # The ranks agree on a stop through the store.
+        replace_sigterm_broadcast(trainer, lambda: None)
 
     def on_step_boundary(self, trainer: Trainer) -> None:
         """Stop after this step if the ranks have agreed on it."""
@@ -247,7 +243,8 @@ class TerminateTogether(IsolatedCallback):
             signal_connector_of(trainer).received_sigterm = not interrupted
             self._call_replaced_handlers()
             raise SIGTERMException(_exit_code(trainer, signal.SIGINT if interrupted else signal.SIGTERM))
-        record_going_on(trainer, agreement.reason)
+        step = trainer.global_step
+        _record(trainer, f"{agreement.reason}, after step {step}; it did not come, and training went on")
         self._start_agreement(store)
 
     def _start_agreement(self, store: ControlStore) -> None:
@@ -295,7 +292,7 @@ class TerminateTogether(IsolatedCallback):
             if self._rank == 0 and not _on_main_thread():
                 log.info("This fit is off the main thread, where no signal is caught: only Scheduled Events stop it.")
 
-        # Lightning composes its handler from this one and the script's. Its own notifier would broadcast.
+        # Lightning's handler calls this notifier and the script's handler. Its own notifier would broadcast.
         replace_sigterm_notifier(trainer, self._note)
         connector.register_signal_handlers = register_and_listen  # type: ignore[method-assign]
 
@@ -321,7 +318,7 @@ class TerminateTogether(IsolatedCallback):
 
         def note(signum: int, frame: FrameType | None) -> None:
             if os.getpid() != own_process:
-                return  # in a data loader's worker, which the rank still needs
+                return  # this process is a data loader's worker, which the rank still needs
             self._requested = self._requested or signal.SIGINT
             signal.signal(signal.SIGINT, end)
             if self._rank == 0:
@@ -332,7 +329,7 @@ class TerminateTogether(IsolatedCallback):
     def _note(self, signum: int, frame: FrameType | None) -> None:
         """Only note the signal. Nothing else is safe in a signal handler."""
         self._requested = signal.SIGTERM
-        if self._calling:  # a replaced handler calls its predecessor, which was this method
+        if self._calling:  # a replaced handler has called its predecessor, which is this method
             self._call_next(frame)
 
     def _call_replaced_handlers(self) -> None:
@@ -356,10 +353,6 @@ class TerminateTogether(IsolatedCallback):
 def _on_main_thread() -> bool:
     """Python sets and runs signal handlers on the main thread only."""
     return threading.current_thread() is threading.main_thread()
-
-
-def _skip_broadcast() -> None:
-    """Replaces Lightning's broadcast, because the ranks agree on a stop through the store."""
 
 
 def _exit_code(trainer: Trainer, ended_by: signal.Signals) -> int:
