@@ -16,9 +16,9 @@ class NodeGPUs:
     """The GPUs that each emulated node sees.
 
     Attributes:
-        variable: the variable that says which GPUs a process sees.
+        variable: name of the variable that says which GPUs a process sees.
         values: its value for the processes of each node, node 0 first; empty if it stays as the shell has it.
-        line: what to tell of it; empty if there is nothing to tell.
+        line: what to print about the GPUs; empty for nothing.
     """
 
     variable: str = ""
@@ -33,15 +33,16 @@ class NodeGPUs:
 def share_out(nodes: int, processes_per_node: int, gpus_per_node: int | None = None) -> NodeGPUs:
     """Give each node GPUs of its own.
 
-    A node gets as many as it has processes. Each process sees those of its node and takes the one of its local rank, as
-    on Azure. Where there are too few, all processes run on CPUs, where every strategy works by gloo. On one GPU they
-    would not: NCCL refuses two ranks there, gloo sends no tensor of a GPU from one rank to another, which a pipeline
-    does (torch.distributed, table of backends), and the copies of a model have the memory of one GPU together.
+    By default a node gets as many GPUs as it has processes. As on Azure, each process sees the GPUs of its node, and
+    takes the one of its local rank. Where there are too few GPUs, all processes run on CPUs, on which every strategy
+    works by gloo. They could not share a GPU: NCCL refuses two ranks on one, and the copies of a model would share its
+    memory. Nor could gloo replace NCCL there: it sends no tensor of a GPU from one rank to another, which a pipeline
+    needs (torch.distributed, table of backends).
 
     Args:
-        nodes: number of nodes; the largest, if it changes.
-        processes_per_node: number of processes on each.
-        gpus_per_node: GPUs of a node, where these are not as many as its processes; 0 for CPUs.
+        nodes: number of nodes; if it changes, the largest.
+        processes_per_node: number of processes on each node.
+        gpus_per_node: number of GPUs of each node, if it is not that of its processes; 0 for CPUs.
 
     Raises:
         EmulationError: the machine has fewer GPUs than were asked for.
@@ -65,7 +66,7 @@ def share_out(nodes: int, processes_per_node: int, gpus_per_node: int | None = N
         return _hidden(variable, nodes, "GPUs: these nodes have none, and all run on CPUs.") if visible else NodeGPUs()
     shares = [visible[node * each : (node + 1) * each] for node in range(nodes)]
     line = "GPUs: " + "; ".join(f"node {node} has {', '.join(share)}" for node, share in enumerate(shares)) + "."
-    # A single node with all of them needs no list; and the number of a GPU that is cut into MIG parts names none.
+    # A single node with all GPUs needs no list. A list would fail for a GPU in MIG parts, which no number names.
     unchanged = nodes * each == len(visible) and nodes == 1
     return NodeGPUs(line=line) if unchanged else NodeGPUs(variable, tuple(map(",".join, shares)), line)
 
@@ -76,10 +77,10 @@ def enough_gpus(nodes: int, processes_per_node: int) -> bool:
 
 
 def _visible_gpus() -> tuple[str, list[str]]:
-    """Return the variable that chooses GPUs, and the names of those that torch sees here, as it takes them.
+    """Return the variable that chooses GPUs, and the names in it of the GPUs that torch sees here.
 
-    The shell's value may be a list of numbers or of UUIDs. It may also name GPUs that are not there; the list ends
-    before the first of them. Of several MIG parts a process sees the first.
+    The shell's value may be a list of numbers or of UUIDs. The list ends before the first GPU that is not there. Of
+    several MIG parts a process sees the first.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Emulates an Azure ML job of several nodes on this machine: its MLflow run, its processes, and preemptions."""
+"""Emulates an Azure ML job of several nodes on this machine: its MLflow run, its processes and its preemption."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _OpenRun(EmulatedRun):
     client: MlflowClient
 
     def end(self, status: str) -> None:
-        """Close the run as `FINISHED`, `FAILED` or `KILLED`; if the store fails, keep that in a file to send later."""
+        """Close the run as `FINISHED`, `FAILED` or `KILLED`. If the store fails, write that to a file to send later."""
         end = End(status, int(1000 * time.time()))
         try:
             with store_errors():
@@ -78,7 +78,7 @@ def mlflow_run(isolated: bool, name: str) -> Iterator[_OpenRun]:
 
     Args:
         isolated: whether the nodes can reach only files, not a server.
-        name: of the run.
+        name: name of the run.
 
     Raises:
         EmulationError: the nodes could not reach the store, or the store does not answer or refuses.
@@ -129,11 +129,8 @@ class Preemption:
 def announced(preemption: Preemption, node: str) -> Iterator[tuple[dict[str, str], PowerCut]]:
     """Serve Scheduled Events on this machine's loopback interface, and announce the preemption of a node there.
 
-    As on Azure, only the node itself is told. The service answers in the format of Azure's documentation.
-
-    Args:
-        preemption: when the announcement and the node's end come, counted from now.
-        node: name of the node.
+    As on Azure, only the node itself can ask. The service answers in the format of Azure's documentation. The times of
+    the preemption count from now.
 
     Yields:
         The service's address, by the name of the node, and the announced end of the node.
@@ -159,7 +156,7 @@ def announced(preemption: Preemption, node: str) -> Iterator[tuple[dict[str, str
             self.wfile.write(answer)
 
         def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - http.server's name
-            """Log nothing: nobody needs one line a second."""
+            """Log nothing: each request would be a line, and there is one a second."""
 
     power_cut = PowerCut(node, time.monotonic() + preemption.after_s + preemption.notice_s)
     with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
@@ -183,8 +180,8 @@ class EmulatedJob:
         bandwidth: rate of each node's link, such as `1gbit`; only with `isolate`.
         preemption: when to preempt the last node during the first attempt; None for no preemption.
         nodes_after: number of nodes when the job starts again after that; None for as many as before.
-        gpus_per_node: number of GPUs that the processes of a node see, and share out by local rank; 0 for CPUs. None
-            for one for each process, while this machine has enough; else CPUs.
+        gpus_per_node: number of GPUs that the processes of a node see, and share by local rank; 0 for CPUs. None is
+            one for each process if this machine has enough, or else CPUs.
 
     Raises:
         EmulationError: the settings do not make a job.
@@ -237,7 +234,7 @@ class Emulated:
     Attributes:
         exit_code: 0 if all processes succeeded, else that of the process that failed first; 130 after Ctrl-C.
         run: the MLflow run of the job.
-        error: the sentence with which the process that failed first ended, without secrets; empty if none did.
+        error: the last error of the process that failed first, in one sentence without secrets; empty if none failed.
     """
 
     exit_code: int

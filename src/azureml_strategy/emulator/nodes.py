@@ -30,14 +30,8 @@ def reserved_port(preferred: int = DEFAULT_PORT) -> Iterator[int]:
     """Reserve Azure ML's own port if it is free, as it always is on a dedicated node, or else any other port.
 
     Meanwhile a second emulated job cannot take the port, but rank 0 of this job can listen on it. The socket that
-    reserves the port is exclusive when it takes it. Afterwards it shares the port with sockets that are marked
-    reusable, such as those of torch's store (socket(7), SO_REUSEADDR).
-
-    Args:
-        preferred: the port to take if it is free.
-
-    Yields:
-        The port.
+    reserves the port takes it for itself alone. Afterwards it shares the port with sockets that are marked reusable,
+    such as those of torch's store (socket(7), SO_REUSEADDR).
     """
     holder = _bind(preferred) or _bind(0)
     while holder is None or holder.getsockname()[1] == BATCH_PORT:
@@ -150,7 +144,7 @@ def _check_isolation(bandwidth: str | None, nodes: int) -> None:
 
 
 def _sudo_command() -> str:
-    """Return this command for sudo, with full paths: sudo's own PATH lacks the programs of this environment."""
+    """Return this command for sudo, with full paths: the PATH of sudo lacks the programs of this environment."""
     program = shutil.which(sys.argv[0])
     if os.path.basename(sys.argv[0]) == "__main__.py":
         again = [sys.executable, "-m", "azureml_strategy.cli"]

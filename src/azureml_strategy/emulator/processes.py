@@ -18,16 +18,16 @@ from types import FrameType
 from azureml_strategy.cluster.redaction import redact_text
 
 _LONGEST = 500
-# The last line of a traceback, and what our commands say before they end with 2. Python 3.11 and later indent those of
-# groups of exceptions.
+# The last line of a traceback, and what our commands print before they end with exit code 2. Python 3.11 and later
+# indent the traceback of a group of exceptions.
 _ERROR = re.compile(
     r"(?:\[rank\d+\]: )?[\s|]*(?P<words>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)(?::\s.*|$))"
     r"|azureml-strategy: (?P<ours>.+)"
 )
-# What follows an error and says nothing of it.
+# Lines after an error that say nothing of it.
 _HINTS = ("Set the environment variable HYDRA_FULL_ERROR", "To execute this with")
 
-# Time for a process to end in order after SIGTERM. Azure gives a spot node at least 30 s.
+# How long a process has to end by itself after SIGTERM. Azure gives a spot node at least 30 s.
 _GRACE_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 _LAST_LINES = 30
@@ -36,10 +36,10 @@ _print_lock = threading.Lock()
 
 
 def error_sentence(lines: Sequence[str]) -> str:
-    """Find the last error among the last lines of a process; without one, its last line.
+    """Find the last error among the last lines that a process has printed; without an error, its last line.
 
     Args:
-        lines: that the process has printed, the last ones last.
+        lines: the lines, in the order in which they were printed.
 
     Returns:
         One line of 500 characters at most, without secrets; empty if the process has printed nothing.
@@ -107,7 +107,7 @@ class _Running:
     def _forward(self) -> None:
         assert self.popen.stdout is not None
         for raw in self.popen.stdout:
-            # Of a progress bar that rewrites its line, only the last state.
+            # A progress bar rewrites its line: only its last state is shown.
             line = raw.decode(errors="replace").rstrip("\r\n").rsplit("\r", 1)[-1]
             self.last_lines.append(line)
             try:
@@ -139,12 +139,8 @@ class _Interrupted(BaseException):
 def run_together(processes: Sequence[Process], power_cut: PowerCut | None = None) -> Outcome:
     """Start the processes, wait until all have succeeded or one has failed, and end those that still run.
 
-    Each process gets its own session. So a Ctrl-C reaches it only through this process, and whatever it starts ends
-    with it.
-
-    Args:
-        processes: the processes to start.
-        power_cut: when to kill a node, and then end the other processes, if they still run.
+    Each process gets a session of its own. So a Ctrl-C reaches it only through this process, and whatever it starts
+    ends with it. A power cut kills a node if it still runs then; after that the other processes are ended.
     """
     running: list[_Running] = []
     with _interruptible():

@@ -17,20 +17,15 @@ class Body(Protocol):
     """The stream of a request's body."""
 
     def read(self, size: int, /) -> bytes:
-        """At most so many bytes; none at the end."""
+        """Read at most so many bytes; none are left at the end."""
         ...
 
 
 def answer(predictor: Predictor, method: str, body: Body) -> tuple[int, dict[str, Any]]:
-    """Answer a request.
-
-    Args:
-        predictor: the model.
-        method: of HTTP.
-        body: the request's body.
+    """Answer a request with a method of HTTP and a body.
 
     Returns:
-        The status, and what to send as JSON: what `Predictor.predict` gives, or `error` with one sentence. What was
+        The status, and what to send as JSON: the result of `Predictor.predict`, or `error` with one sentence. What was
         wrong with the model goes to the log, and not to the client.
     """
     if method != "POST":
@@ -45,7 +40,7 @@ def answer(predictor: Predictor, method: str, body: Body) -> tuple[int, dict[str
 
 
 def _read(body: Body) -> bytes:
-    """Read a body. One that is too long is read to its end and dropped, or the client would not see the answer."""
+    """Read a body. One that is too long is read to its end and dropped: the client sees no answer before that."""
     pieces, size = [], 0
     while piece := body.read(_PIECE):
         size += len(piece)

@@ -29,8 +29,9 @@ def run(mini_batch: Sequence[str]) -> list[str]:
         mini_batch: paths of files; see `read_file` for their kinds.
 
     Returns:
-        One line of JSON for each file: `file`, its path as Azure ML gives it, and what `Predictor.predict` gives, or
-        `error` with one sentence about a file that the model cannot take. Azure ML appends the lines to the output.
+        One line of JSON for each file. It has the file's path, as Azure ML gives it, as `file`, and the result of
+        `Predictor.predict`; for a file that the model cannot take, it has one sentence as `error`. Azure ML appends
+        the lines to the output.
 
     Raises:
         ModelFaultError: the model failed, so that Azure ML tries the mini-batch again and counts its failure.

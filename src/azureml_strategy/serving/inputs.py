@@ -1,4 +1,4 @@
-"""Read samples from a request or a file, and refuse what a model was not trained on with one sentence."""
+"""Reads samples from a request or a file. What the model was not trained on is refused with one sentence."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ IMAGES = (".png", ".jpg", ".jpeg", ".bmp")
 MAX_BYTES = 16 * 2**20
 """The largest body of a request. Our choice, some times what Azure ML itself lets through."""
 MAX_FILE_BYTES = 2**30
-"""The largest file of samples for a batch endpoint. Our choice; a file of JSON is bounded by its numbers, too."""
+"""The largest file of samples for a batch endpoint. Our choice. The numbers in a file of JSON are limited as well."""
 MAX_NUMBERS = 2**22
 """The most numbers in an answer. Our choice: as JSON they take some 80 MB, and as Python's floats twice that."""
 MAX_TOKENS = 2**17
-"""The most whole numbers in a request whose samples are rows of any length. Our choice: longer than most contexts."""
+"""The most tokens in a request whose samples are rows of any length. Our choice: longer than most contexts."""
 MAX_VARIED = 2**22
-"""The most numbers of a sample that has any other size that varies: an image of 1,024 x 1,024, and more."""
+"""The most numbers of a sample of another kind whose sizes vary: an image of 1,024 x 1,024, and more."""
 MAX_TOGETHER = 2**24
-"""The most numbers in a request of such samples, whose cost grows with their number alone: as in a body of bytes."""
+"""The most numbers in a request of such samples: as many as fit into a body of bytes, one byte each."""
 MAX_PIXELS = 2**26
 """The most pixels of an image. Our choice: as RGB they take 200 MB."""
-# Of JSON. A list takes some 64 bytes for the three that it costs to send, and a number some 36 for four.
+# Limits of JSON, which takes more memory here than on the way: a list of 3 bytes takes some 64, a number of 4 some 36.
 _MAX_LISTS, _MAX_VALUES = 2**20, 2**24
 _RAGGED = "The samples are no regular array: lists side by side have unequal lengths. Send samples of one shape."
 _BY_NUMBERS = "the numbers of one sample after the other in nested lists"
@@ -48,12 +48,12 @@ class BadInputError(ValueError):
 
 @dataclass(frozen=True)
 class ExpectedInput:
-    """What one sample of a model's input is.
+    """The input that a model takes.
 
     Attributes:
-        sizes: of one sample, without the dimension that counts samples. None for a size that may vary; None in place
-            of all sizes if they are not known.
-        dtype: of the numbers.
+        sizes: shape of one sample, without the dimension that counts samples; a size that may vary is None. None in
+            place of the shape means that it is not known.
+        dtype: type of the numbers.
         max_samples: the most samples at a time.
     """
 
@@ -63,7 +63,7 @@ class ExpectedInput:
 
     @classmethod
     def of(cls, record: Mapping[str, Any] | None, max_samples: int) -> ExpectedInput:
-        """Read the input's record of a checkpoint; without one, samples of any sizes and of float32."""
+        """Read what a checkpoint has recorded of the input. Without a record, samples are of any shape and float32."""
         if record is None:
             return cls(None, torch.float32, max_samples)
         return cls(*read_input(record), max_samples)
@@ -106,7 +106,7 @@ class ExpectedInput:
             )
 
     def _check_count(self, samples: int, count: int) -> None:
-        """Refuse a long request: where sizes vary, what a model needs grows with them, and may grow faster."""
+        """Limit a request whose sizes vary: what the model needs grows with them, perhaps faster than they do."""
         if self.sizes is not None and None not in self.sizes:
             return
         rows = self.sizes is not None and len(self.sizes) == 1 and not self.dtype.is_floating_point
@@ -134,7 +134,7 @@ class ExpectedInput:
 
 
 def _numpy(dtype: torch.dtype) -> Any:
-    """The type of numpy's that holds a type of torch's; it has no bfloat16."""
+    """The NumPy type for a torch type. NumPy has no bfloat16, so that float32 takes its place."""
     return np.float32 if dtype is torch.bfloat16 else torch.empty(0, dtype=dtype).numpy().dtype
 
 
@@ -153,7 +153,7 @@ def read_file(path: Path, expected: ExpectedInput) -> Tensor:
     """Read the samples of a file: `.npy` or `.json` with one or more, or an image.
 
     Args:
-        path: the file; its suffix says what it is.
+        path: the file; its suffix tells its kind.
         expected: what the model takes. An `.npy` file may hold one sample without the dimension that counts samples.
 
     Raises:
@@ -176,7 +176,7 @@ def read_file(path: Path, expected: ExpectedInput) -> Tensor:
 
 
 def _read_json(body: bytes) -> Numbers:
-    # Each number but the first follows a comma or begins a list. So these counts bound the values in the text.
+    # Each number but the first follows a comma or begins a list. So these counts limit the values before any is parsed.
     lists, values = body.count(b"[") + body.count(b"{"), body.count(b",")
     if lists > _MAX_LISTS or values > _MAX_VALUES:
         raise BadInputError(
@@ -209,7 +209,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _require_numbers(data: list[Any]) -> None:
-    """Refuse texts and objects before numpy sees them: it would make all entries as long as the longest text."""
+    """Refuse texts and objects before NumPy gets them: it would make all entries as long as the longest text."""
     level: list[Any] = data
     while kinds := set(map(type, level)):
         if kinds <= {int, float}:
@@ -237,7 +237,7 @@ def _read_image(path: Path, expected: ExpectedInput) -> Numbers:
     try:
         with open_image(read_whole(path)) as image:
             _check_size(path, (image.height, image.width), expected.sizes[-2:])
-            pixels = np.asarray(to_mode(image, mode))  # as the training read it
+            pixels = np.asarray(to_mode(image, mode))  # as in training
     except BadInputError:
         raise
     except Exception as error:  # a damaged file may raise anything, even SyntaxError
@@ -248,7 +248,7 @@ def _read_image(path: Path, expected: ExpectedInput) -> Numbers:
 
 
 def _mode(path: Path, expected: ExpectedInput) -> str:
-    """The colours that the model takes; an error for one that was not trained on pixels as they are."""
+    """Pillow's mode of the images that the model takes. A model that was not trained on plain pixels takes none."""
     sizes = expected.sizes
     mode = None if sizes is None else {2: "L", 3: {1: "L", 3: "RGB"}.get(sizes[0] or 0)}.get(len(sizes))
     if mode is None or expected.dtype is not torch.uint8:

@@ -20,7 +20,7 @@ from azureml_strategy.serving import MAX_SAMPLES, WEIGHTS
 from azureml_strategy.serving.inputs import MAX_NUMBERS, BadInputError, ExpectedInput
 
 _DEFAULT_SAMPLES = 256
-_SMALL = (8, 16)  # sizes of samples that may have any
+_SMALL = (8, 16)  # tried in place of a size that may vary
 
 
 class ModelFaultError(RuntimeError):
@@ -28,12 +28,7 @@ class ModelFaultError(RuntimeError):
 
 
 class Predictor:
-    """A model in evaluation mode on the GPU, or on the CPU where there is none. Threads may share it.
-
-    Args:
-        module: the model.
-        expected: what its input is.
-    """
+    """A model in evaluation mode on the GPU, or on the CPU where there is none. Threads may share it."""
 
     def __init__(self, module: LightningModule, expected: ExpectedInput) -> None:
         self.expected = expected
@@ -42,22 +37,22 @@ class Predictor:
         for each in self._module.modules():
             if isinstance(each, nn.Embedding):
                 each.register_forward_pre_hook(_check_rows)
-        self._lock = threading.Lock()  # a forward of the user's may keep state in the module
-        self._growth = 0.0  # numbers of an answer for each further number of a sample, if it has any size
+        self._lock = threading.Lock()  # the user's forward may keep state in the module
+        self._growth = 0.0  # where sizes vary: by how many numbers the answer grows for one more in a sample
 
     @classmethod
     def load(cls, folder: Path, code: Path) -> Predictor:
         """Load a registered model.
 
         Args:
-            folder: the model's, below which `weights.ckpt` lies.
-            code: where modules of the user's are.
+            folder: folder of the model, with `weights.ckpt` somewhere in it.
+            code: folder with the user's modules.
 
         Raises:
-            CheckpointFormatError: there is not one such file, or it does not tell enough; see `make_module`.
+            CheckpointFormatError: there is no such file or several, or it does not tell enough; see `make_module`.
             ModelFaultError: the model fails on zeros.
         """
-        # A deployment starts in seconds: torch.compile would take minutes, and a compiler.
+        # A deployment is to start in seconds. torch.compile would take minutes, and needs a compiler.
         torch.compiler.set_stance("force_eager")
         found = sorted(folder.rglob(WEIGHTS))
         if len(found) != 1:
@@ -69,7 +64,7 @@ class Predictor:
         record: Mapping[str, Any] = content.get(MODULE, {})
         samples = int(os.environ.get(MAX_SAMPLES, _DEFAULT_SAMPLES))
         if str(code) not in sys.path:
-            sys.path.append(str(code))  # for as long as the process serves: a forward may import
+            sys.path.append(str(code))  # it stays there: a forward may import modules
         made = cls(make_module(content), ExpectedInput.of(record.get(INPUT), samples))
         made.warm_up()
         return made
@@ -77,11 +72,11 @@ class Predictor:
     def warm_up(self) -> None:
         """Compute one sample of zeros, so that a model that cannot be served fails before the first request.
 
-        Where samples may have any size, two small ones tell how the answer grows, so that a request whose answer would
-        be too long is refused before it takes the memory.
+        Where sizes vary, two small samples show how the answer grows with them. So a request whose answer would be too
+        long is refused before it takes memory.
 
         Raises:
-            ModelFaultError: it failed.
+            ModelFaultError: the model failed.
         """
         sizes = self.expected.sizes
         if sizes is None:
@@ -97,7 +92,7 @@ class Predictor:
             with torch.inference_mode():
                 outputs = [self._module(each.to(self._device)) for each in samples]
             numbers = [each.numel() for each in outputs]
-        except Exception:  # a forward of the user's may raise anything, and may need larger samples
+        except Exception:  # the user's forward may raise anything, and may need larger samples
             return
         self._growth = (numbers[1] - numbers[0]) / (samples[1].numel() - samples[0].numel())
 
@@ -121,7 +116,7 @@ class Predictor:
                 outputs = self._module(samples.to(self._device))
         except BadInputError:
             raise
-        except Exception as error:  # a forward of the user's may raise anything
+        except Exception as error:  # the user's forward may raise anything
             raise ModelFaultError(
                 "The model failed on samples of the right shape and kind. The reason is in the log of the deployment."
             ) from error
@@ -129,7 +124,7 @@ class Predictor:
 
 
 def _check_rows(table: nn.Embedding, inputs: tuple[Tensor, ...]) -> None:
-    """Refuse a number that a table has no row for. On a GPU it would end all work of the process."""
+    """Refuse a number for which a table has no row. On a GPU it would make every later operation fail, too."""
     least, most = (int(each) for each in torch.aminmax(inputs[0]))
     if least < 0 or most >= table.num_embeddings:
         raise BadInputError(
