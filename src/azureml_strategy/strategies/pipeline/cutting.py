@@ -22,7 +22,7 @@ from azureml_strategy.strategies.pipeline.stage import StageLayer
 
 
 class OtherStage(nn.Module):
-    """Placeholder in a LightningModule for a layer of another stage, which has so many trainable parameters."""
+    """Placeholder in a LightningModule for a layer of another stage, with the number of its trainable parameters."""
 
     def __init__(self, name: str, trainable: int) -> None:
         super().__init__()
@@ -93,9 +93,10 @@ class Cut:
             return []  # it was cut before, when these stages were refused
         untied, keys = [0] * (len(self.bounds) - 1), set[str | None]()
         for index, (layer, place) in enumerate(zip(self._layers, self.places, strict=True)):
-            again = layer.tied is not None and layer.tied in keys and place is not None
-            shared = self._module.get_submodule(place).get_parameter(layer.tied_parameter) if again and place else None
-            untied[self.stage_of(index)] += self.parameters[index] - (0 if shared is None else shared.numel())
+            untied[self.stage_of(index)] += self.parameters[index]
+            if place and layer.tied is not None and layer.tied in keys:
+                copy = self._module.get_submodule(place).get_parameter(layer.tied_parameter)
+                untied[self.stage_of(index)] -= copy.numel()
             keys.add(layer.tied)
         whole = [sum(self.parameters[start:stop]) for start, stop in pairwise(self.bounds)]
         counts = enumerate(zip(whole, untied, strict=True))

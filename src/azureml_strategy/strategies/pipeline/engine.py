@@ -191,7 +191,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed has no anno
 
 
 class PipelineRun:
-    """Runs each batch through the stages of a replica, a training batch in so many micro-batches.
+    """Runs each batch through the stages of a replica. It cuts a training batch into `micro_batches` pieces.
 
     All ranks of the replica do so together. The module's steps run on the last stage.
     """

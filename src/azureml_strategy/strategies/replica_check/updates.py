@@ -90,30 +90,6 @@ class _History:
     has_gradient: bool = False
 
 
-class _Rows(NamedTuple):
-    """Parameters of one shape and type in a step: each at the place of its largest gradient, on its device."""
-
-    trained: list[_Trained]
-    places: Tensor
-    largest: Tensor
-    before: Tensor
-
-    @classmethod
-    def of(cls, trained: list[_Trained], gradients: list[Tensor]) -> _Rows:
-        largest, places = _rows(gradients).abs().max(dim=1, keepdim=True)
-        before = _rows([each.values() for each in trained]).gather(1, places)
-        largest = largest / trained[0].scale
-        if trained[0].is_part:
-            # A gradient counts only if plain descent would change the value: a smaller update may be rounded off.
-            largest = torch.where(before - trained[0].rate * largest != before, largest, 0)
-        return cls(trained, places, largest, before)
-
-    def found(self) -> Tensor:
-        """Return two rows: the largest gradients, and 1 where the value at that place has changed, else 0."""
-        now = _rows([each.values() for each in self.trained]).gather(1, self.places)
-        return torch.cat([self.largest.float(), (now != self.before).float()], dim=1).T
-
-
 class _Step:
     """An observed step.
 
@@ -124,7 +100,9 @@ class _Step:
     def __init__(self, skipped: int) -> None:
         self._skipped = skipped
         self._alike: dict[Any, tuple[list[_Trained], list[Tensor]]] = {}
-        self._rows: list[_Rows] = []
+        self._parameters: list[int] = []  # ids
+        # Each returns two rows after the step: the largest gradients of some parameters, and 1 where they have changed.
+        self._found: list[Callable[[], Tensor]] = []
 
     def add(self, trained: _Trained, gradient: Tensor) -> None:
         """Note a parameter that is about to change, unless its gradient is sparse."""
@@ -136,22 +114,37 @@ class _Step:
         together.append(trained)
         gradients.append(local)
         if len(together) * local.numel() >= _MOST_TOGETHER:
-            self._rows.append(_Rows.of(*self._alike.pop(key)))
+            self._note(*self._alike.pop(key))
 
     def begin(self) -> None:
         """Look at all that was added."""
-        self._rows += [_Rows.of(*each) for each in self._alike.values()]
+        for each in self._alike.values():
+            self._note(*each)
         self._alike.clear()
+
+    def _note(self, trained: list[_Trained], gradients: list[Tensor]) -> None:
+        """Note parameters of one shape and type, each at the place of its largest gradient."""
+        largest, places = _rows(gradients).abs().max(dim=1, keepdim=True)
+
+        def values() -> Tensor:
+            return _rows([each.values() for each in trained]).gather(1, places)
+
+        before = values()
+        largest = largest / trained[0].scale
+        if trained[0].is_part:
+            # A gradient counts only if plain descent would change the value: a smaller update may be rounded off.
+            largest = torch.where(before - trained[0].rate * largest != before, largest, 0)
+        self._parameters += [id(each.parameter) for each in trained]
+        self._found.append(lambda: torch.cat([largest.float(), (values() != before).float()], dim=1).T)
 
     def end(self, skipped: int) -> _Outcome | None:
         """See what has changed; None if nothing was noted, or DeepSpeed has skipped a step meanwhile."""
-        if skipped != self._skipped or not self._rows:
+        if skipped != self._skipped or not self._found:
             return None
-        parameters = [id(each.parameter) for rows in self._rows for each in rows.trained]
-        return parameters, Transfer([rows.found() for rows in self._rows])
+        return self._parameters, Transfer([found() for found in self._found])
 
 
-# Of a step: the ids of the observed parameters, and what `_Rows.found` returns for some of them after others.
+# Of a step: the ids of the observed parameters, and two rows about some of them after others.
 _Outcome = tuple[list[int], Transfer]
 
 

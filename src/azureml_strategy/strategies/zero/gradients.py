@@ -194,8 +194,7 @@ class WatchedTrainingStrategy(DeepSpeedStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        engine: Any = self.model
-        steps, watched = engine.global_steps, self._watched
+        steps, watched = self.deepspeed_engine.global_steps, self._watched
 
         def before_step() -> Any:
             loss = closure()
@@ -207,7 +206,7 @@ class WatchedTrainingStrategy(DeepSpeedStrategy):
             return loss
 
         output = super().optimizer_step(optimizer, before_step, *args, **kwargs)
-        if self._edited is not None and engine.global_steps != steps:
+        if self._edited is not None and self.deepspeed_engine.global_steps != steps:
             self._edited.remember()
         return output
 

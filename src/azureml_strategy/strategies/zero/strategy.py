@@ -341,14 +341,13 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
     @override
     def ends_step(self) -> bool:
         # DeepSpeed counts on over the end of an epoch.
-        engine: Any = self.model
-        return bool(engine.is_gradient_accumulation_boundary())
+        return bool(self.deepspeed_engine.is_gradient_accumulation_boundary())
 
     @override
     def scale_gradients(self, factor: Tensor) -> None:
         # DeepSpeed keeps the gradients to itself, and divides them by the loss scale before it clips them. It waits for
         # the GPU in each step anyway.
-        optimizer = self._optimizer_of_engine
+        optimizer = self.deepspeed_engine.optimizer
         if not hasattr(optimizer, "loss_scale"):  # the optimizer of bf16 with gradients in float32 shows these instead
             for gradients in optimizer.fp32_groups_gradients_flat:
                 gradients.mul_(factor)
@@ -363,14 +362,9 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         if self._loss_scales is not None:
             (given, scaled), self._loss_scales = self._loss_scales, None
             # In float16 the step may have halved it after an overflow, or doubled it after many steps without one.
-            optimizer = self._optimizer_of_engine
+            optimizer = self.deepspeed_engine.optimizer
             optimizer.loss_scale = given * (float(optimizer.loss_scale) / scaled)
         return output
-
-    @property
-    def _optimizer_of_engine(self) -> Any:
-        engine: Any = self.model
-        return engine.optimizer
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
