@@ -50,13 +50,13 @@ class CompletingDDP(DistributedDataParallel):
         self._all_used: Tensor | None = None
 
     def complete_after(self, loss: Tensor) -> None:
-        """Have the backward pass of this loss end complete."""
+        """Average all gradients at the end of the backward pass of this loss."""
         self.has_reduced = True
         if loss.requires_grad:
             loss.register_hook(lambda _: self.complete_pass())  # type: ignore[no-untyped-call]
 
     def complete_pass(self) -> None:
-        """Have the backward pass that runs now end complete; once for each pass."""
+        """Average all gradients at the end of the backward pass that runs now; call it once for each pass."""
         if not self.require_backward_grad_sync:
             return
         if self.static_graph:
@@ -162,7 +162,7 @@ class Wrappers:
         """Average the gradients of parameters that were frozen or unfrozen within a step, which no reducer averages.
 
         Args:
-            optimizers: whose parameters are meant.
+            optimizers: of the parameters.
             also_reduced: average those of the reducer too. If it has averaged them already, they stay as they are.
         """
         ddp = self.current

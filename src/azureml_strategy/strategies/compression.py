@@ -44,10 +44,7 @@ def on_any_backend(hook: Hook) -> Hook:
 
 
 def communication_hook(
-    compression: str,
-    rank: int = 1,
-    exact_steps: int = _POWERSGD_EXACT_STEPS,
-    group: dist.ProcessGroup | None = None,
+    compression: str, rank: int = 1, exact_steps: int = _POWERSGD_EXACT_STEPS, group: dist.ProcessGroup | None = None
 ) -> tuple[object | None, Hook]:
     """Return the state and the hook to register with DistributedDataParallel.
 

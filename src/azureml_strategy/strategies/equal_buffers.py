@@ -1,4 +1,4 @@
-"""Keeps the buffers of ranks equal, as DDP does: they become those of the first rank."""
+"""Keeps buffers equal on all ranks, as DDP does: they become those of the first rank."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 class EqualBuffers:
     """Gives all ranks of a group the buffers of the first. DeepSpeed and FSDP2 leave to each rank its own.
 
-    DDP sends all buffers before each forward pass. Here only those are sent that change, so that tables of constants
-    cost nothing. The running statistics of normalisations are sent before they are used: in training they are only
-    written, and the first rank's are the same whether the others get them or not. A buffer that the training changes
-    and may read, such as a moving codebook, is sent before each step. The ranks look for these together, by hashes,
-    before use and at steps 1, 2, 4, 8 and so on: a change that begins later is sent from then on.
+    DDP sends all buffers before each forward pass. Here only buffers that change are sent, so that tables of constants
+    cost nothing. The running statistics of normalisations are sent before an evaluation or a checkpoint: training only
+    writes them, and the first rank's do not depend on the others'. A buffer that the training changes and may read,
+    such as a moving codebook, is sent before each step. The ranks look for such buffers together, by hashes, before an
+    evaluation or a checkpoint and at steps 1, 2, 4, 8 and so on. A buffer that changes later is sent from then on.
 
-    Every method is a collective. One rank alone sends nothing. A buffer that has another shape on another rank, such as
-    a table that grows with what a rank reads, stays each rank's own.
+    Every method is a collective. A single rank sends nothing. A buffer whose shape differs between ranks, such as a
+    table that grows with the batches that a rank reads, is left as it is.
 
     Args:
-        module: whose buffers they are. Buffers that are sharded themselves are left alone.
-        device: of this rank; some buffers may lie elsewhere.
+        module: its sharded buffers are left alone.
+        device: of this rank; some buffers may be elsewhere.
         group: of the ranks; None is all of them.
     """
 
@@ -64,15 +64,15 @@ class EqualBuffers:
             self._send([each])  # one by one: tables may be large
 
     def before_step(self) -> None:
-        """Make those equal that a training step changes and may read; after a step that updated the parameters."""
-        if self._steps & (self._steps - 1) == 0:  # 0, where nothing is known yet, and the powers of two
+        """Send the buffers that a training step changes and may read; before a step that follows an update."""
+        if self._steps & (self._steps - 1) == 0:  # 0, when nothing is known yet, and the powers of two
             self._observe()
         self._steps += 1
         self._send(self._changing)
 
     def before_use(self) -> None:
-        """Make those equal that the training has changed: before an evaluation, and before they are saved."""
-        if self._steps > 0:  # what a resume restores is no change
+        """Send the buffers that the training has changed: before an evaluation, and before they are saved."""
+        if self._steps > 0:  # values that a resume restores are no change
             self._observe()
         self._send(self._statistics + self._changing)
 
@@ -85,7 +85,7 @@ class EqualBuffers:
             self._changing = self._agree(self._others, (self._before != before).long())
 
     def _agree(self, buffers: Sequence[_Buffer], changed: Tensor) -> list[_Buffer]:
-        """Learn which buffers have the same form on all ranks, and return those that have changed on one of them."""
+        """Find out which buffers have the same form on all ranks, and return those that have changed on any of them."""
         forms = torch.tensor([each.note_form() for each in buffers], device=self._device)
         reduced = torch.stack([forms, -forms, changed])
         dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self._group)
@@ -95,7 +95,7 @@ class EqualBuffers:
         return [each for each, _, _, has_changed in found if has_changed or each in self._changing]
 
     def _send(self, buffers: Sequence[_Buffer]) -> None:
-        """Send what the first rank has. All ranks send the same number of bytes, whatever one of them has changed."""
+        """Send the first rank's values. All ranks send equally many bytes, even if one has another form since."""
         sent = [each for each in buffers if each.alike]
         if self._alone or not sent:
             return
@@ -119,7 +119,7 @@ class _Buffer:
         self.size = 0  # in bytes
 
     def note_form(self) -> int:
-        """Note shape and type, to which `to_bytes` keeps until the next call, and return a hash of them."""
+        """Note shape and type, which `to_bytes` uses until the next call, and return a hash of them."""
         tensor = self.owner._buffers.get(self._name)
         self._form = None if tensor is None else (tensor.shape, tensor.dtype)
         self.size = 0 if tensor is None else tensor.nbytes
@@ -138,12 +138,12 @@ class _Buffer:
         return _flat(tensor).view(torch.uint8).to(device)
 
     def set(self, values: Tensor) -> None:
-        """Set the values to those that another rank's `to_bytes` has returned."""
+        """Set the values to the bytes of another rank's `to_bytes`."""
         tensor = self.owner._buffers[self._name]
         assert tensor is not None
         assert self._form is not None
         shape, dtype = self._form
-        new = values.clone().view(dtype).view(shape)  # what is cut out of many may start at an odd byte
+        new = values.clone().view(dtype).view(shape)  # a part of the sent bytes may start at an odd one
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             self.owner._buffers[self._name] = new.to(tensor.device)
         else:
@@ -159,23 +159,18 @@ class _Buffer:
 
 
 class EqualBuffersStrategy(ParallelStrategy):
-    """Mix-in before a strategy of Lightning's that leaves to each rank its own buffers."""
+    """Mix-in before a strategy of Lightning's that leaves each rank its own buffers."""
 
     _buffers: EqualBuffers | None = None
     _updated = False
 
     @property
     def keeps_buffers_equal(self) -> bool:
-        """Whether it does so at present."""
+        """Whether `keep_buffers_equal` is in effect."""
         return self._buffers is not None
 
     def keep_buffers_equal(self, module: nn.Module, group: ProcessGroup | None = None) -> None:
-        """Keep them equal from now on, until `teardown`. Every rank of the group must call this.
-
-        Args:
-            module: see `EqualBuffers`.
-            group: see `EqualBuffers`.
-        """
+        """Keep a module's buffers equal until `teardown`, see `EqualBuffers`. A collective of the group."""
         self._buffers, self._updated = EqualBuffers(module, self.root_device, group), True
         self._buffers.begin()
 
@@ -185,31 +180,18 @@ class EqualBuffersStrategy(ParallelStrategy):
         return super().training_step(*args, **kwargs)
 
     def equal_before_step(self) -> None:
-        """Before each `training_step` that follows an update of the parameters, as DDP does."""
+        """Send changed buffers before each `training_step` that follows an update of the parameters, as DDP does."""
         assert self.lightning_module is not None
         if self._buffers is not None and self._updated:
             self._buffers.before_step()
         self._updated = not accumulates(self.lightning_module.trainer)
 
     def equal_before_use(self) -> None:
-        """Before an evaluation and before a checkpoint. A strategy with a `stage_checkpoint` calls this there."""
+        """Send changed buffers before an evaluation or a checkpoint. `stage_checkpoint` must call this too."""
         if self._buffers is not None:
             self._buffers.before_use()
 
-    @override
-    def on_validation_start(self) -> None:
-        self.equal_before_use()
-        super().on_validation_start()
-
-    @override
-    def on_test_start(self) -> None:
-        self.equal_before_use()
-        super().on_test_start()
-
-    @override
-    def on_predict_start(self) -> None:
-        self.equal_before_use()
-        super().on_predict_start()
+    on_validation_start = on_test_start = on_predict_start = equal_before_use  # Lightning's own do nothing
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -223,14 +205,14 @@ class EqualBuffersStrategy(ParallelStrategy):
 
 
 def equal_in_forward(called: nn.Module, module: nn.Module, buffers: EqualBuffers) -> None:
-    """Keep buffers equal around a loop of the user's: before each training pass, and before the first evaluation after.
+    """Keep buffers equal in a user's loop: before each training pass, and before the first evaluation after one.
 
-    As under DDP, all ranks must call the module alike. A collective at once.
+    As under DDP, all ranks must call the module alike. This call is a collective, too.
 
     Args:
-        called: what Fabric calls; DeepSpeed's engine is always in training mode itself.
-        module: inside of it, or the same.
-        buffers: of this module.
+        called: the module that Fabric calls. DeepSpeed's engine is always in training mode itself.
+        module: the same, or a module inside of it.
+        buffers: of `module`.
     """
     trained = False
 
@@ -247,15 +229,13 @@ def equal_in_forward(called: nn.Module, module: nn.Module, buffers: EqualBuffers
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A hash of a tensor's bits, computed where it lies, without a synchronisation: an int64 of shape `()`.
+    """Hash the bits of a dense tensor on its device, without a synchronisation; an int64 of shape `()`.
 
     Each element, read as an integer of up to 32 bits, is multiplied by an odd number of its place, and the products are
-    added modulo 2^64. So one element that changes always changes the hash; several, or their order, do but for once in
-    2^40 times or rarer: the lowest bits of round numbers are zeros, 23 in float32, and those of the products too. Sums
-    and norms of values would not tell another order of them, and nothing beside a NaN or an infinity.
-
-    Args:
-        tensor: a dense one of any shape and type.
+    added modulo 2^64. So the change of one element always changes the hash. A change of several, or of their order, is
+    missed once in 2^40 times or more rarely: the lowest bits of round numbers are zeros, 23 in float32, and so are
+    those of the products. Sums and norms of values would miss a change of order, and any change beside a NaN or an
+    infinity.
     """
     flat, weights = _flat(tensor), place_weights(tensor.device)
     bits = flat.view(INTEGERS[min(flat.itemsize, 4)])
@@ -269,6 +249,6 @@ def _flat(tensor: Tensor) -> Tensor:
 
 @cache
 def place_weights(device: torch.device) -> Tensor:
-    """Odd numbers, the same everywhere; as many as elements are hashed together."""
+    """Return as many odd numbers as elements are hashed together, the same on all ranks."""
     drawn = torch.randint(-(1 << 62), 1 << 62, (1 << 16,), generator=torch.Generator().manual_seed(0), device="cpu")
     return (drawn * 2 + 1).to(device)

@@ -1,4 +1,4 @@
-"""What a rank holds of each gradient, under every strategy, and the norm of all of it.
+"""The part of each gradient that a rank holds, under every strategy, and the norm of all gradients.
 
 DDP has whole gradients in `parameter.grad`. FSDP2 and tensor parallelism have parts there, which DTensors describe.
 DeepSpeed moves gradients into buffers of its own and leaves None there: ZeRO 1 and 2 keep a slice of the row of all
@@ -18,12 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
-from azureml_strategy.strategies.deepspeed_internals import (
-    FlatSlice,
-    float32_copy,
-    has_gradients,
-    is_of_zero,
-)
+from azureml_strategy.strategies.deepspeed_internals import FlatSlice, float32_copy, has_gradients, is_of_zero
 from azureml_strategy.strategies.errors import ConfigurationError
 
 
@@ -35,7 +30,7 @@ class Gradient:
         parameter: it has a gradient.
 
     Attributes:
-        counts: whether it counts towards the norm of all; False for further copies of a shared parameter.
+        counts: whether it counts in the norm of all gradients; False for further copies of a shared parameter.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
@@ -44,16 +39,16 @@ class Gradient:
 
     @property
     def parts(self) -> int:
-        """How many of the ranks that train the parameter together hold different parts of the gradient."""
+        """How many different parts the ranks that train the parameter together hold of the gradient."""
         return 1
 
     @property
     def scale(self) -> float:
-        """What the gradient is multiplied with, as it is kept: DeepSpeed's loss scale in float16."""
+        """The factor that the gradient is stored with: DeepSpeed's loss scale in float16."""
         return 1.0
 
     def part(self) -> Tensor | None:
-        """Return this rank's part, as it is kept; None if it has none. To change it, call `set_part`."""
+        """Return this rank's part as it is stored; None if it has none. To change it, call `set_part`."""
         return self.parameter.grad
 
     def set_part(self, part: Tensor) -> None:
@@ -63,12 +58,12 @@ class Gradient:
             self.parameter.grad.copy_(part)
 
     def whole(self) -> Tensor:
-        """Return the whole gradient as it is kept, in the parameter's shape; a collective."""
+        """Return the whole gradient as it is stored, in the parameter's shape; a collective."""
         assert self.parameter.grad is not None
         return self.parameter.grad
 
     def set_whole(self, gradient: Tensor) -> None:
-        """Keep this rank's part of a gradient that all ranks give alike."""
+        """Store this rank's part of a gradient that is the same on all ranks."""
         self.set_part(gradient)
 
 
@@ -79,8 +74,8 @@ class MeshGradient(Gradient):
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         super().__init__(name, parameter)
         if any(placement.is_partial() for placement in self._spread.placements):
-            whole = [Replicate() if placement.is_partial() else placement for placement in self._spread.placements]
-            parameter.grad = self._spread.redistribute(placements=whole)
+            summed = [Replicate() if placement.is_partial() else placement for placement in self._spread.placements]
+            parameter.grad = self._spread.redistribute(placements=summed)
 
     @property
     def _spread(self) -> DTensor:
@@ -113,7 +108,7 @@ class MeshGradient(Gradient):
 
 
 class Float32Copy(Gradient):
-    """A gradient of DeepSpeed's bfloat16 pipeline, whose replicas each keep all of it in float32."""
+    """A gradient of DeepSpeed's bfloat16 pipeline. Each replica holds all of it in float32."""
 
     @override
     def part(self) -> Tensor:
@@ -121,17 +116,15 @@ class Float32Copy(Gradient):
         assert copy is not None
         return copy
 
+    whole = part
+
     @override
     def set_part(self, part: Tensor) -> None:
         self.part().copy_(part)
 
-    @override
-    def whole(self) -> Tensor:
-        return self.part()
-
 
 class SlicedGradient(Gradient):
-    """A gradient of ZeRO, of which each data-parallel rank keeps a slice of its row of numbers."""
+    """A gradient of ZeRO. Each data-parallel rank holds a slice of its numbers in a row."""
 
     @override
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
@@ -175,10 +168,10 @@ class SlicedGradient(Gradient):
         part = self.part()
         if part is not None:
             row, start = gradient.flatten(), self._slice.start
-            mine = part.new_zeros(part.numel())  # behind the last number ZeRO-3 pads the row
-            own = row[start : start + part.numel()]
-            mine[: own.numel()] = own
-            self.set_part(mine.view_as(part))
+            new = part.new_zeros(part.numel())  # ZeRO-3 pads the row after its last number
+            numbers = row[start : start + part.numel()]
+            new[: numbers.numel()] = numbers
+            self.set_part(new.view_as(part))
 
 
 def gradients_of(module: nn.Module) -> list[Gradient]:
@@ -192,8 +185,8 @@ def gradients_of(module: nn.Module) -> list[Gradient]:
     named = [(name, each) for name, each in module.named_parameters() if each.requires_grad or each.grad is not None]
     managed = [(name, each) for name, each in named if is_of_zero(each)]
     if not managed:
-        kinds = ((MeshGradient if isinstance(each.grad, DTensor) else Gradient, name, each) for name, each in named)
-        return [kind(name, each) for kind, name, each in kinds if each.grad is not None]
+        given = [(name, each) for name, each in named if each.grad is not None]
+        return [(MeshGradient if isinstance(each.grad, DTensor) else Gradient)(name, each) for name, each in given]
     if not all(has_gradients(each) for _, each in managed):
         raise ConfigurationError(
             "DeepSpeed has no gradients at this moment: it keeps them from the last backward pass of a step until the "
@@ -204,16 +197,16 @@ def gradients_of(module: nn.Module) -> list[Gradient]:
 
 
 class Norms:
-    """p-norms of gradients and of all of them together, computed from parts by one or two all-reduces.
+    """The p-norm of each gradient and that of all together, computed from parts by one or two all-reduces.
 
     Numbers are added in float64 and in one order, so that all ranks get the same, to the last bit.
 
     Args:
-        gradients: on all ranks of `group` the same.
+        gradients: the same on all ranks of `group`.
         norm_type: p; infinity for the largest absolute value.
-        device: where there are no gradients.
-        group: ranks that have the same parameters; None if nobody has another part.
-        stages: ranks that have the other parameters, one of each stage of a pipeline; None for all others.
+        device: of the norms if there are no gradients.
+        group: ranks that have parts of the same parameters; None if this rank has them whole.
+        stages: ranks with the other parameters, one of each stage of a pipeline; None for all other strategies.
     """
 
     def __init__(
@@ -243,11 +236,11 @@ class Norms:
 
     @property
     def each(self) -> list[Tensor]:
-        """The norm of each gradient."""
+        """The norms of the single gradients, scalars."""
         return list(self._rooted(self._powers).unbind())
 
     def _power(self, gradient: Gradient, ranks: int) -> Tensor:
-        """This rank's share of a sum, or its largest number."""
+        """Return this rank's share of the sum of powers; for p = infinity, the largest number of its part."""
         part = gradient.part()
         if part is None or part.numel() == 0:
             return torch.zeros((), dtype=torch.float64, device=gradient.parameter.device)
@@ -265,18 +258,18 @@ class Norms:
 
 
 def clip_norm(gradients: Iterable[Gradient], max_norm: float, norm: Tensor) -> None:
-    """Scale all gradients so that their norm is no larger, as `torch.nn.utils.clip_grads_with_norm_` does."""
+    """Scale all gradients so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grads_with_norm_` does."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     change_parts(gradients, lambda part, _: part * factor.to(part.device, part.dtype))
 
 
 def clip_value(gradients: Iterable[Gradient], value: float) -> None:
-    """Bring each number of the gradients between the value and its negative."""
+    """Limit each number of the gradients to the value and its negative."""
     change_parts(gradients, lambda part, scale: part.clamp(-value * scale, value * scale))
 
 
 def change_parts(gradients: Iterable[Gradient], change: Callable[[Tensor, float], Any]) -> None:
-    """Replace this rank's parts by what a function makes of each and the scale that it is kept with."""
+    """Replace each part of this rank by the result of a function of the part and its scale."""
     with torch.no_grad():
         for each in gradients:
             part = each.part()
