@@ -83,7 +83,7 @@ class RunRecord:
         """
         whole = {name: share for name in NAMES if (share := self.metric(f"summary/step/{name}_share")) is not None}
         found = whole_shares(whole) or whole_shares({name: self._mean_of(name, 1) for name in self._share_series})
-        waited = self.metric("summary/data_wait_share", "throughput/data_wait_share")
+        waited = self.measured("data_wait_share")
         return found if found or waited is None else {"data_wait": waited}
 
     @property
@@ -127,6 +127,15 @@ class RunRecord:
         """The last value of the first of these metrics that the run has, without those that are NaN or infinite."""
         values = (self.run.metrics[name] for name in names if name in self.run.metrics)
         return next((value for value in values if abs(value) < sys.float_info.max), None)
+
+    def measured(self, name: str) -> float | None:
+        """What the run measured in the end, else in its last window: `summary/NAME` or `throughput/NAME`."""
+        return self.metric(f"summary/{name}", f"throughput/{name}")
+
+    @property
+    def currency(self) -> str:
+        """Of the run's costs."""
+        return self.run.tags.get("cost.currency", "USD")
 
     def param(self, *names: str) -> str:
         """The first of these parameters that the run has; empty if it has none."""
