@@ -97,7 +97,7 @@ def _lag_s(window: dict[str, Any]) -> float:
     """Seconds of a step by which the slowest rank is behind the median one."""
     own = [
         compute + waited
-        for compute, waited in zip(window["compute_s"], window.get("data_wait_s", ()), strict=False)
+        for compute, waited in zip(window["compute_s"], window["data_wait_s"], strict=False)
         if isinstance(waited, float | int)
     ]
     return max(own) - statistics.median(own) if own else 0.0

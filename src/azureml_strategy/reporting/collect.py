@@ -291,9 +291,14 @@ def _note_unread(unread: list[str], file: str, lost: int, of: int, what: str) ->
 
 def _readable_window(given: dict[str, Any]) -> dict[str, Any]:
     """The window without slow ranks or seconds that cannot be read."""
-    slow, seconds = given.get("slow"), given.get("compute_s")
+    slow, seconds, waits = given.get("slow"), given.get("compute_s"), given.get("data_wait_s")
     readable = isinstance(seconds, list) and all(map(_is_number, seconds))
-    return {**given, "slow": slow if isinstance(slow, dict) else {}, "compute_s": seconds if readable else []}
+    return {
+        **given,
+        "slow": slow if isinstance(slow, dict) else {},
+        "compute_s": seconds if readable else [],
+        "data_wait_s": waits if isinstance(waits, list) else [],
+    }
 
 
 def _is_number(value: Any) -> bool:
