@@ -1,6 +1,7 @@
 """Protocols between rooms: what one room asks of objects that another room, or a user, has made.
 
 A room that checks for one need not import the room that implements it. Protocols of a single room stay in that room.
+Beside them are the label and the layer that several rooms share.
 """
 
 from __future__ import annotations

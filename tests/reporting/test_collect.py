@@ -12,7 +12,7 @@ from mlflow.entities import RunTag
 from tests.reporting.example import SHARES, log_points, log_run
 
 from azureml_strategy.reporting import profiles, stores
-from azureml_strategy.reporting.advice import facts_of
+from azureml_strategy.reporting.advice import facts_of, verdict_of
 from azureml_strategy.reporting.collect import choose_metrics, collect_run
 from azureml_strategy.reporting.stores import DatabaseStore, ReportError, ServerStore, open_store
 
@@ -169,6 +169,13 @@ def test_what_cannot_be_read_is_counted_and_the_rest_is_shown(
     assert words is None or (words in record.notes[0] and file in record.notes[0]), record.notes
     assert len(record.events) == text.count(WHOLE)
     assert sum(len(window["compute_s"]) for each in record.ranks for window in each.windows) == text.count(WINDOW)
+
+
+def test_waits_that_are_no_list_leave_the_verdict(client: MlflowClient, store: str, run_id: str) -> None:
+    window = {"step": 1, "compute_s": [1.0, 2.0], "data_wait_s": 5, "slow": {"1": "compute"}}
+    content = {"ranks": [{"rank": 0}, {"rank": 1}], "windows": [window, window]}
+    client.log_dict(run_id, content, "ranks/attempt_0.json")
+    assert verdict_of(collect_run(run_id, store)).headline
 
 
 def test_attempts_that_are_too_many_are_counted(client: MlflowClient, store: str, run_id: str) -> None:

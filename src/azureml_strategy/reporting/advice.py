@@ -45,7 +45,7 @@ def facts_of(record: RunRecord) -> RunFacts:
         precision=record.param("trainer/precision", "precision"),
         optimizer=record.run.tags.get("azureml_strategy.optimizer", ""),
         hook=record.run.tags.get("azureml_strategy.longest_hook", ""),
-        mfu=record.metric("summary/mfu", "throughput/mfu"),
+        mfu=record.measured("mfu"),
         compiled=record.run.tags.get("azureml_strategy.compiled") == "true",
         keys=_keys(record),
         slow_ranks=slow,
@@ -54,7 +54,7 @@ def facts_of(record: RunRecord) -> RunFacts:
         one_machine=_is_on_one_machine(record),
         settings=_settings(record),
         cost=record.metric("cost/run"),
-        currency=record.run.tags.get("cost.currency", "USD"),
+        currency=record.currency,
     )
 
 
@@ -85,7 +85,7 @@ def _slow_ranks(record: RunRecord) -> tuple[tuple[str, ...], float]:
     times_slow = Counter(rank for window in windows for rank in window["slow"])
     least = max(2, _SLOW_WINDOWS * len(windows))
     slow = [rank for rank, times in times_slow.most_common(_SHOWN_RANKS) if times >= least]
-    step_s = record.metric("summary/step_time_median_s", "throughput/step_time_median_s")
+    step_s = record.measured("step_time_median_s")
     waits = [_lag_s(window) for window in windows if not window["slow"].keys().isdisjoint(slow)]
     if not slow or not waits or not step_s:
         return (), 0.0
@@ -97,7 +97,7 @@ def _lag_s(window: dict[str, Any]) -> float:
     """Seconds of a step by which the slowest rank is behind the median one."""
     own = [
         compute + waited
-        for compute, waited in zip(window["compute_s"], window.get("data_wait_s", ()), strict=False)
+        for compute, waited in zip(window["compute_s"], window["data_wait_s"], strict=False)
         if isinstance(waited, float | int)
     ]
     return max(own) - statistics.median(own) if own else 0.0

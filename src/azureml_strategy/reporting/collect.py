@@ -83,7 +83,7 @@ class RunRecord:
         """
         whole = {name: share for name in NAMES if (share := self.metric(f"summary/step/{name}_share")) is not None}
         found = whole_shares(whole) or whole_shares({name: self._mean_of(name, 1) for name in self._share_series})
-        waited = self.metric("summary/data_wait_share", "throughput/data_wait_share")
+        waited = self.measured("data_wait_share")
         return found if found or waited is None else {"data_wait": waited}
 
     @property
@@ -127,6 +127,15 @@ class RunRecord:
         """The last value of the first of these metrics that the run has, without those that are NaN or infinite."""
         values = (self.run.metrics[name] for name in names if name in self.run.metrics)
         return next((value for value in values if abs(value) < sys.float_info.max), None)
+
+    def measured(self, name: str) -> float | None:
+        """What the run measured in the end, else in its last window: `summary/NAME` or `throughput/NAME`."""
+        return self.metric(f"summary/{name}", f"throughput/{name}")
+
+    @property
+    def currency(self) -> str:
+        """Of the run's costs."""
+        return self.run.tags.get("cost.currency", "USD")
 
     def param(self, *names: str) -> str:
         """The first of these parameters that the run has; empty if it has none."""
@@ -282,9 +291,14 @@ def _note_unread(unread: list[str], file: str, lost: int, of: int, what: str) ->
 
 def _readable_window(given: dict[str, Any]) -> dict[str, Any]:
     """The window without slow ranks or seconds that cannot be read."""
-    slow, seconds = given.get("slow"), given.get("compute_s")
+    slow, seconds, waits = given.get("slow"), given.get("compute_s"), given.get("data_wait_s")
     readable = isinstance(seconds, list) and all(map(_is_number, seconds))
-    return {**given, "slow": slow if isinstance(slow, dict) else {}, "compute_s": seconds if readable else []}
+    return {
+        **given,
+        "slow": slow if isinstance(slow, dict) else {},
+        "compute_s": seconds if readable else [],
+        "data_wait_s": waits if isinstance(waits, list) else [],
+    }
 
 
 def _is_number(value: Any) -> bool:

@@ -14,7 +14,7 @@ from azureml_strategy.tracking.verdict import NAMES, mfu_text
 _MOST_CHARTS, _MOST_OWN = 16, 8
 _MOST_RUNS = len(LINES)
 _LONGEST = 22  # characters of a line's label
-_RATES = ("summary/samples_per_second", "throughput/samples_per_second")
+_RATE = "samples_per_second"
 
 
 def compare_page(records: Sequence[RunRecord]) -> Page:
@@ -73,7 +73,7 @@ def _labels(names: Sequence[str]) -> list[str]:
 
 
 def _headline(named: Sequence[tuple[str, RunRecord]]) -> str:
-    rates = {name: rate for name, record in named if (rate := record.metric(*_RATES)) is not None}
+    rates = {name: rate for name, record in named if (rate := record.measured(_RATE)) is not None}
     if len(rates) < 2:
         return "Fewer than two of these runs measured their throughput."
     fastest, slowest = max(rates, key=lambda name: rates[name]), min(rates, key=lambda name: rates[name])
@@ -88,13 +88,13 @@ def _figures(records: Sequence[RunRecord]) -> list[list[str]]:
     percent = "{:.1%}".format
     rows: list[tuple[str, Callable[[RunRecord], str]]] = [
         ("status", lambda record: record.run.status.lower()),
-        ("samples per second", lambda record: _text(record.metric(*_RATES))),
-        ("per device", lambda record: _text(record.metric(*(f"{name}_per_device" for name in _RATES)))),
+        ("samples per second", lambda record: _text(record.measured(_RATE))),
+        ("per device", lambda record: _text(record.measured(f"{_RATE}_per_device"))),
         (
             "step, median ms",
             lambda record: _text(record.metric("summary/step_time_median_s"), lambda s: figure(1000 * s)),
         ),
-        ("MFU", lambda record: _text(record.metric("summary/mfu", "throughput/mfu"), mfu_text)),
+        ("MFU", lambda record: _text(record.measured("mfu"), mfu_text)),
         ("waiting for data", lambda record: _text(record.shares.get("data_wait"), percent)),
         ("exposed communication", lambda record: _text(record.shares.get("communication"), percent)),
         ("goodput", lambda record: _text(record.metric("time/goodput"), percent)),
@@ -126,7 +126,7 @@ def _text(value: float | None, write: Callable[[float], str] = figure) -> str:
 
 def _cost(record: RunRecord, name: str) -> str:
     cost = record.metric(name)
-    return "" if cost is None else money(cost, record.run.tags.get("cost.currency", "USD"))
+    return "" if cost is None else money(cost, record.currency)
 
 
 def _steps_section(records: dict[str, RunRecord]) -> Section:

@@ -166,7 +166,7 @@ def _points(record: RunRecord, name: str) -> Series | None:
 
 
 def _lines(record: RunRecord, prefix: str, looks: Mapping[str, tuple[str, str]]) -> list[Line]:
-    """Return a line for each metric that has points, from its label and colour by the end of its name."""
+    """Return a line for each metric with points. `looks` has label and colour by the name without the prefix."""
     found = [(_points(record, f"{prefix}{name}"), *look) for name, look in looks.items()]
     return [Line(label, series, colour) for series, label, colour in found if series is not None]
 
@@ -306,8 +306,7 @@ def _counters(record: RunRecord, start_ms: float, marks: Marks) -> Section:
 
 
 def _cost(record: RunRecord) -> Section:
-    cost, tags = record.metric("cost/run"), record.run.tags
-    currency = tags.get("cost.currency", "USD")
+    cost, tags, currency = record.metric("cost/run"), record.run.tags, record.currency
     if cost is None:
         return Section("Cost")
     rows = [("The run, all attempts", money(cost, currency))]
@@ -431,21 +430,19 @@ def _stopped(record: RunRecord) -> Text | None:
 
 def _tiles(record: RunRecord) -> Iterator[Tile]:
     unit = record.run.tags.get("throughput.unit", "samples")
-    rate = record.metric("summary/samples_per_second", "throughput/samples_per_second")
-    each = record.metric("summary/samples_per_second_per_device", "throughput/samples_per_second_per_device")
+    rate, each = record.measured("samples_per_second"), record.measured("samples_per_second_per_device")
     if rate is not None:
         yield Tile(f"{unit} per second", figure(rate), f"{figure(each)} per device" if each is not None else "")
-    median = record.metric("summary/step_time_median_s", "throughput/step_time_median_s")
-    p95 = record.metric("summary/step_time_p95_s", "throughput/step_time_p95_s")
+    median, p95 = record.measured("step_time_median_s"), record.measured("step_time_p95_s")
     if median is not None:
         yield Tile("step, median", f"{figure(1000 * median)} ms", f"95% below {figure(1000 * p95)} ms" if p95 else "")
-    mfu = record.metric("summary/mfu", "throughput/mfu")
+    mfu = record.measured("mfu")
     if mfu is not None:
         yield Tile("MFU", mfu_text(mfu), "of the devices' peak")
     goodput = record.metric("time/goodput")
     if goodput is not None:
         yield Tile("goodput", f"{goodput:.0%}", "of the time trained")
-    cost, currency = record.metric("cost/run"), record.run.tags.get("cost.currency", "USD")
+    cost, currency = record.metric("cost/run"), record.currency
     if cost is not None:
         per_million = record.metric("cost/per_million_samples")
         more = f"{money(per_million, currency)} per million {unit}" if per_million is not None else ""
