@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from azureml_strategy.cluster.job import count
 from azureml_strategy.reporting.advice import describe_rank, last_stop, next_steps, verdict_of
 from azureml_strategy.reporting.charts import LINES, Line, Marks, line_chart
 from azureml_strategy.reporting.collect import RunRecord
@@ -22,7 +23,6 @@ from azureml_strategy.reporting.page import (
     Table,
     Text,
     Tile,
-    count,
     duration,
     figure,
     moment,
