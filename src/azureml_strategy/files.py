@@ -1,5 +1,5 @@
-"""Files that others may have chosen: a name from a file stays in its folder, a folder is our own, and a read goes to
-the last byte that was asked for.
+"""Files that others may have chosen: a name from a file stays in its folder, a folder is our own, a read goes to the
+last byte that was asked for, and a file is written as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -70,6 +70,14 @@ def is_private(folder: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that it is either complete or absent; create its folder if needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(content)
+    os.replace(part, path)
 
 
 class ShortReadError(OSError):

@@ -13,7 +13,8 @@ from tests.bench.conftest import MakePairs, row
 
 from azureml_strategy.bench.options import BenchError
 from azureml_strategy.bench.page import bench_page
-from azureml_strategy.bench.results import Results, Sweep, read_results, write_atomically
+from azureml_strategy.bench.results import Results, Sweep, read_results
+from azureml_strategy.files import write_atomically
 
 
 def test_a_sweep(sweep: Results) -> None:

@@ -22,7 +22,7 @@ def test_the_store_is_given_or_of_the_environment_or_a_local_file(monkeypatch: p
 def test_joining_keeps_name_and_experiment_and_adds_tags(client: MlflowClient, store: str, job_run: str) -> None:
     run = join_run(store, job_run, {"team": "vision", "note": "x" * 2000, "mlflow.runName": "another"})
     after = client.get_run(job_run)
-    assert (run.owned, run.run_id, run.experiment_name) == (False, job_run, "the-jobs-experiment")
+    assert (run.run_id, run.experiment_name) == (job_run, "the-jobs-experiment")
     assert after.info.run_name == "the-job"
     assert after.data.tags["team"] == "vision"
     assert len(after.data.tags["note"]) == 1000
@@ -52,7 +52,6 @@ def test_the_experiment_is_named_or_of_the_environment(
 def test_a_new_run_has_name_and_tags_and_is_found_again(store: str, client: MlflowClient) -> None:
     request = request_run(store, None, "e", "mine", {"n": 3})
     run = request.open()
-    assert run.owned
     assert (run.run.info.run_name, run.run.data.tags["n"], run.run.info.start_time) == ("mine", "3", request.started_ms)
     assert request.open(again=True).run_id == run.run_id, "its creation was not answered"
     assert request_run(store, None, "e").open(again=True).run_id != run.run_id

@@ -1,13 +1,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
 import pytest
 
 from azureml_strategy.tracking.timing.rank_times import History
-from azureml_strategy.tracking.timing.stragglers import Cause, RankWindow, StragglerDetector, compare, describe, hint
+from azureml_strategy.tracking.timing.stragglers import (
+    Cause,
+    RankWindow,
+    Straggler,
+    StragglerDetector,
+    delays,
+    describe,
+    hint,
+)
 
 _NOISE = random.Random()
 USUAL = RankWindow(step=9, compute_s=0.080, data_wait_s=0.001, callbacks_s=0.001, communication_s=0.018, link_s=0.02)
@@ -27,6 +36,10 @@ def ranks(number: int, rank: int = -1, **slower: float) -> list[RankWindow]:
         window = replace(USUAL, compute_s=0.080 * noise, link_s=0.020 * noise)
         windows.append(replace(window, **slower) if each == rank else window)
     return windows
+
+
+def compare(windows: list[RankWindow]) -> Iterator[Straggler]:
+    return (each for each in delays(windows) if each.counts)
 
 
 @pytest.mark.parametrize("number", [2, 4, 512])

@@ -29,14 +29,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(frozen=True)
 class Place:
-    """One process of a group.
-
-    Attributes:
-        rank: rank inside the group.
-        world_size: number of processes in the group.
-        device: device of its tensors.
-        group: the process group; None for all processes of the job.
-    """
+    """One process of a process group, and the device of its tensors. The group None has all processes of the job."""
 
     rank: int
     world_size: int
@@ -50,7 +43,7 @@ class Place:
 
     def barrier(self) -> None:
         """Wait until every process of the group has called this and its device is idle."""
-        # Not torch's `barrier`: it must be told the device, and does not wait for it.
+        # torch's own `barrier` needs the device as an argument, and does not wait until the device is idle.
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         self.synchronize()
 
@@ -69,27 +62,22 @@ class Place:
     def _combine(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         combined = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(combined, op=operation, group=self.group)
-        return [float(value) for value in combined.tolist()]
+        return [*combined.tolist()]
 
 
 def contribution(rank: int | Tensor, indices: Tensor, world_size: int, dtype: torch.dtype) -> Tensor:
     """Return the elements that a rank contributes, in float64.
 
-    They are small whole numbers, so that the sum over all ranks is exact in the data type, in whatever order a library
-    adds. A wrong result can then be told from rounding without a tolerance. (If there are more ranks than the type's
-    exact range, 256 in bfloat16, the elements are -1, 0 and 1. The sum of 1024 of these leaves the range with a
-    probability of 1e-21.)
-
-    Args:
-        rank: the rank; or a tensor with the rank for each index.
-        indices: positions in the rank's tensor, int64.
-        world_size: number of ranks in the sum.
-        dtype: data type of the tensors that are sent.
+    They are small whole numbers, so the sum over all ranks is exact in the data type, in whatever order a library adds.
+    A result that differs at all is wrong, and no tolerance for rounding is needed. (If there are more ranks than the
+    type's exact range, 256 in bfloat16, the elements are -1, 0 and 1. The sum of 1024 of these leaves the range with a
+    probability of 1e-21.) `indices` are positions in the rank's tensor, int64; `rank` may be a tensor with the rank for
+    each of them.
     """
     exact = int(2 / torch.finfo(dtype).eps)
     largest = max(1, min(_LARGEST, exact // world_size))
-    own = torch.as_tensor(rank, device=indices.device) + 1  # a tensor, so that the product wraps around
-    mixed = indices * _INDEX_STEP + own * _RANK_STEP
+    rank_number = torch.as_tensor(rank, device=indices.device) + 1  # a tensor, so that the product wraps around
+    mixed = indices * _INDEX_STEP + rank_number * _RANK_STEP
     spread = ((mixed ^ (mixed >> 32)) * _INDEX_STEP) >> 40  # 24 bits, with sign
     return (((spread + (1 << 23)) * (2 * largest + 1) >> 24) - largest).double()
 
@@ -104,12 +92,7 @@ def fill(tensor: Tensor, rank: int, world_size: int) -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """The check of one result.
-
-    Attributes:
-        checked: number of elements compared on each rank.
-        wrong: number of elements that differ, on the rank with the most.
-    """
+    """How many elements of a result were compared on each rank, and how many were wrong on the rank with the most."""
 
     checked: int
     wrong: int
@@ -118,14 +101,8 @@ class Check:
 def check(collective: Collective, sent: torch.Tensor, received: torch.Tensor, total: int, place: Place) -> Check:
     """Run a collective once, and compare its result with the expected sum or copy in float64.
 
-    Up to 64 Mi elements times ranks, every element is compared; above that, evenly spaced elements.
-
-    Args:
-        collective: the collective to check.
-        sent: tensor from `Collective.buffers`; it is overwritten.
-        received: tensor from `Collective.buffers`; it is overwritten.
-        total: message size in elements.
-        place: this process in the group.
+    Up to 64 Mi elements times ranks, every element is compared; above that, evenly spaced elements. `sent` and
+    `received`, from `Collective.buffers`, are overwritten. `total` is the message size in elements.
     """
     received.fill_(math.nan)
     fill(sent, place.rank, place.world_size)
@@ -144,13 +121,8 @@ class Collective(ABC):
     """A collective operation.
 
     `total` is the message size in elements as nccl-tests counts it (doc/PERFORMANCE.md there): the size of the whole
-    tensor, of which each rank may hold one shard before or after.
-
-    Attributes:
-        name: name on the command line.
-        in_place: whether the result overwrites the tensor that was sent.
-        sends_shard: whether a rank sends only its shard.
-        receives_shard: whether a rank receives only its shard.
+    tensor, of which each rank may hold one shard before or after. In place, the result overwrites the tensor that was
+    sent.
     """
 
     name: ClassVar[str]
@@ -158,9 +130,12 @@ class Collective(ABC):
     sends_shard: ClassVar[bool] = False
     receives_shard: ClassVar[bool] = False
 
-    @abstractmethod
     def bus_factor(self, world_size: int) -> float:
-        """Return the ratio of bus bandwidth to algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md)."""
+        """Return the ratio of bus bandwidth to algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md).
+
+        By default, each rank sends its shards to all others once.
+        """
+        return (world_size - 1) / world_size
 
     @abstractmethod
     def run(self, sent: Tensor, received: Tensor, place: Place) -> None:
@@ -205,10 +180,6 @@ class AllGather(Collective):
     sends_shard = True
 
     @override
-    def bus_factor(self, world_size: int) -> float:
-        return (world_size - 1) / world_size
-
-    @override
     def run(self, sent: Tensor, received: Tensor, place: Place) -> None:
         _all_gather(received, sent, group=place.group)
 
@@ -223,10 +194,6 @@ class ReduceScatter(Collective):
 
     name = "reduce-scatter"
     receives_shard = True
-
-    @override
-    def bus_factor(self, world_size: int) -> float:
-        return (world_size - 1) / world_size
 
     @override
     def run(self, sent: Tensor, received: Tensor, place: Place) -> None:
@@ -262,10 +229,6 @@ class AllToAll(Collective):
     name = "all-to-all"
 
     @override
-    def bus_factor(self, world_size: int) -> float:
-        return (world_size - 1) / world_size
-
-    @override
     def run(self, sent: Tensor, received: Tensor, place: Place) -> None:
         dist.all_to_all_single(received, sent, group=place.group)
 
@@ -287,8 +250,8 @@ class SendReceive(Collective):
     @override
     def run(self, sent: Tensor, received: Tensor, place: Place) -> None:
         following, previous = (place.rank + 1) % place.world_size, (place.rank - 1) % place.world_size
-        # Receive first: gloo announces each receive on the connection that carries the data. Behind this rank's own
-        # tensor, the announcement would delay the other direction until that tensor is sent.
+        # Receive first: gloo announces each receive on the connection that carries the data. If the announcement came
+        # after this rank's own tensor, the other direction would wait until that tensor is sent.
         operations = [
             dist.P2POp(dist.irecv, received, group=place.group, group_peer=previous),
             dist.P2POp(dist.isend, sent, group=place.group, group_peer=following),

@@ -25,13 +25,7 @@ SLOW = 0.8
 
 @dataclass(frozen=True)
 class Procedure:
-    """How to measure.
-
-    Attributes:
-        dtype: data type of the elements.
-        iterations: number of timed runs.
-        warmup: number of runs before the timed ones.
-    """
+    """The data type of the elements, the number of timed runs, and the number of runs before these."""
 
     dtype: torch.dtype
     iterations: int
@@ -43,12 +37,8 @@ class Measurement:
     """The measurement of one collective at one message size. Bandwidths are for the median time, in GB/s (10^9 bytes).
 
     Attributes:
-        collective: name of the collective.
         size: message size in bytes, as nccl-tests counts it.
-        median_s: median over the iterations of the slowest rank's time, in seconds.
-        p95_s: 95th percentile of these times.
-        min_s: shortest of these times.
-        max_s: longest of these times.
+        median_s: median over the iterations of the slowest rank's time, in seconds; the other times are of these too.
         algorithm_bandwidth: size over time.
         bus_bandwidth: algorithm bandwidth times the collective's factor: what a link carries, whatever the number
             of ranks.
@@ -75,11 +65,7 @@ class Unavailable(RuntimeError):  # noqa: N818 - reads as what happened
 def measure(collective: Collective, place: Place, size: int, procedure: Procedure) -> Measurement:
     """Check a collective, then time it. Every process of the group must call it.
 
-    Args:
-        collective: the collective to measure.
-        place: this process in the group.
-        size: message size in bytes; rounded down to a whole number of elements for each rank, but at least one.
-        procedure: how to measure.
+    The message size, in bytes, is rounded down to a whole number of elements for each rank, but at least one.
 
     Raises:
         Unavailable: the backend refuses the collective. All processes raise it.
@@ -125,12 +111,7 @@ def _time(run: Callable[[], None], place: Place, procedure: Procedure) -> list[f
 
 @dataclass(frozen=True)
 class PairBandwidths:
-    """The bandwidth of all-reduce between every two nodes.
-
-    Attributes:
-        bus_bandwidth: bus bandwidth of each pair of nodes, in GB/s.
-        wrong: pairs that computed a wrong sum.
-    """
+    """The bus bandwidth of all-reduce between every two nodes, in GB/s, and the pairs that computed a wrong sum."""
 
     bus_bandwidth: dict[Pair, float]
     wrong: tuple[Pair, ...]
@@ -156,14 +137,8 @@ def measure_pairs(place: Place, nodes: int, size: int, procedure: Procedure, tim
     """Measure all-reduce over all processes of two nodes, for every two nodes. Every process of the job must call it.
 
     The pairs of a round are measured at the same time, so n nodes take at most n rounds, not n * (n - 1) / 2. They
-    share no node, and so no adapter. They share switches, as in training.
-
-    Args:
-        place: this process in the group of all processes.
-        nodes: number of nodes, each with the same number of processes, in order of rank.
-        size: message size in bytes.
-        procedure: how to measure.
-        timeout: time-out of the pairs' process groups.
+    share no node, and so no adapter. They share switches, as in training. All nodes have the same number of processes,
+    in order of rank. The size is in bytes, and the timeout is that of the pairs' process groups.
 
     Raises:
         Unavailable: the backend has no all-reduce for this data type.
@@ -188,7 +163,7 @@ def measure_pairs(place: Place, nodes: int, size: int, procedure: Procedure, tim
 
 
 def _join_pair(place: Place, pair: Pair, nodes: int, timeout: timedelta) -> Place | None:
-    """Return this process's place in a new group of two nodes; None if its node is neither."""
+    """Return this process's place in a new group of two nodes; None if it runs on neither."""
     processes = place.world_size // nodes
     ranks = [node * processes + local_rank for node in pair for local_rank in range(processes)]
     if place.rank not in ranks:
@@ -220,15 +195,11 @@ class Diagnosis:
 
 
 def diagnose(bandwidths: Mapping[Pair, float], expected: float | None = None) -> Diagnosis:
-    """Tell slow nodes from slow links.
+    """Tell slow nodes from slow links by the bus bandwidth in GB/s of every pair of nodes, each pair once.
 
     The usual bandwidth is the median, over the nodes, of each node's best pair. The median over the pairs would not
     work: one slow node of three spoils two of the three pairs, but not the best pair of a healthy node. So up to half
-    of the nodes may be slow. Two nodes can only be compared with `expected`.
-
-    Args:
-        bandwidths: bus bandwidth in GB/s of every pair of two or more nodes, each pair once.
-        expected: bandwidth that a pair must reach, in GB/s; used only for two nodes.
+    of the nodes may be slow. Two nodes have no others, so their pair is compared with `expected`, in GB/s.
     """
     nodes = sorted({node for pair in bandwidths for node in pair})
     best = [max(bandwidths[pair] for pair in _pairs_of(bandwidths, node)) for node in nodes]

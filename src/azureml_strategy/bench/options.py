@@ -9,7 +9,11 @@ from pathlib import Path
 
 from azureml_strategy.bench.collectives import COLLECTIVES
 
-_UNITS = {"": 1, "b": 1}
+_UNITS: dict[str, int] = {
+    **{"": 1, "b": 1},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
+}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", re.I)
 BACKENDS = ("nccl", "gloo")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -17,10 +21,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 class BenchError(ValueError):
     """The command line is wrong, or the job cannot be measured as asked."""
-
-
-_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
-_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

@@ -8,18 +8,16 @@ from typing import Any
 
 from azureml_strategy.bench.options import BenchError, format_size
 from azureml_strategy.bench.report import draw, remarks
-from azureml_strategy.bench.results import Pairs, Results, Sweep, read_results
+from azureml_strategy.bench.results import AS_EXPECTED, Pairs, Results, Sweep, read_results
+from azureml_strategy.cluster.job import count
 from azureml_strategy.reporting.advice import NextStep
 from azureml_strategy.reporting.charts import drawn_chart
-from azureml_strategy.reporting.page import Page, Section, Table, Tile, count, figure
+from azureml_strategy.reporting.page import Page, Section, Table, Tile, figure
 from azureml_strategy.reporting.stores import ReportError
 
 
 def bench_page(content: Mapping[str, Any]) -> Page:
-    """Make the page of a benchmark.
-
-    Args:
-        content: of the JSON file that `bench` wrote.
+    """Make the page of a benchmark from the content of the JSON file that `bench` wrote.
 
     Raises:
         ReportError: it is no such file.
@@ -36,7 +34,7 @@ def bench_page(content: Mapping[str, Any]) -> Page:
         kicker="Report on a benchmark",
         headline=_headline(results),
         verdict={"Why": judged.expectation.reason} if judged else {},
-        verdict_tone="good" if results.sound and judged and judged.word == "as expected" else "",
+        verdict_tone="good" if results.sound and judged and judged.word == AS_EXPECTED else "",
         facts=[
             f"{conditions.nodes} x {conditions.processes_per_node} {conditions.device}",
             f"{conditions.backend}, {conditions.dtype}",
@@ -71,7 +69,7 @@ def _steps(results: Results) -> list[NextStep]:
         return [
             NextStep("Replace the slow node", "Run `azureml-strategy doctor` on it first: it may say what is wrong.")
         ]
-    if results.verdict and results.verdict.word != "as expected" and results.conditions.nodes > 1:
+    if results.verdict and results.verdict.word != AS_EXPECTED and results.conditions.nodes > 1:
         return [NextStep("Find the slow node or link", "`azureml-strategy bench --pairs` compares every two nodes.")]
     return []
 

@@ -21,11 +21,7 @@ _MOST_PAIRS = 28
 
 
 def plot(results: Results) -> bytes:
-    """Draw bus bandwidth over message size, one line per collective; for pairs, one square per two nodes.
-
-    Returns:
-        A PNG file.
-    """
+    """A PNG file: bus bandwidth over message size, one line per collective; for pairs, one square per two nodes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -75,12 +71,7 @@ def _draw_pairs(axes: Axes, pairs: Pairs, nodes: int) -> None:
 
 
 def print_results(results: Results, files: Sequence[Path]) -> None:
-    """Print the table, the verdict and the names of the files.
-
-    Args:
-        results: what was measured.
-        files: the files that were written.
-    """
+    """Print the table, the verdict and the names of the files that were written."""
     sweep = results.measured
     table = _sweep_table(sweep, results) if isinstance(sweep, Sweep) else _pairs_table(sweep)
     print_table(table, [*remarks(results), f"Written: {', '.join(map(str, files))}"])

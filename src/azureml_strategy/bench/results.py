@@ -53,13 +53,7 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A measured bandwidth, compared with its expectation.
-
-    Attributes:
-        word: the verdict.
-        measured: bus bandwidth in GB/s.
-        expectation: the expectation that it was compared with.
-    """
+    """A measured bus bandwidth in GB/s, compared with its expectation."""
 
     word: str
     measured: float
@@ -79,15 +73,7 @@ class Verdict:
 def expect(
     size: VMSize | None, *, backend: str, nodes: int, processes_per_node: int, given: float | None = None
 ) -> Expectation:
-    """Return what a job's all-reduce should reach.
-
-    Args:
-        size: size of the job's VMs; None if it is not known.
-        backend: `nccl` or `gloo`.
-        nodes: number of nodes that take part.
-        processes_per_node: number of processes on each node.
-        given: bandwidth that the user expects, in GB/s.
-    """
+    """Return what a job's all-reduce should reach on these VMs; `given` is what the user expects, in GB/s."""
     if given is not None:
         return Expectation(given, "as --expect says")
     if size is None or not size.known:
@@ -101,12 +87,9 @@ def expect(
 
 
 def judge(measured: float, expectation: Expectation, *, in_ring: bool) -> Verdict:
-    """Compare a bus bandwidth with its expectation.
+    """Compare a bus bandwidth, in GB/s, with its expectation.
 
-    Args:
-        measured: bus bandwidth in GB/s.
-        expectation: the expected bandwidth.
-        in_ring: whether several nodes took part, so that one could slow down the others.
+    `in_ring` says that several nodes took part, so that one could slow down the others.
     """
     if expectation.bandwidth is None:
         return Verdict(NOTHING_KNOWN if expectation.known_size else UNKNOWN_SIZE, measured, expectation)
@@ -150,15 +133,9 @@ class Conditions:
     """What the figures were measured with.
 
     Attributes:
-        backend: `nccl` or `gloo`.
-        dtype: data type of the elements.
-        nodes: number of nodes.
-        processes_per_node: number of processes on each node.
         device: name of rank 0's device.
         vm_size: VM size as the job or the machine names it.
-        iterations: number of timed runs of each size.
-        warmup: number of runs before the timed ones.
-        torch: version of torch.
+        iterations: number of timed runs of each size, after the `warmup`.
         nccl: version of NCCL; None with gloo.
     """
 
@@ -176,12 +153,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The measurements of all collectives at all sizes.
-
-    Attributes:
-        measurements: measurements in the order of the table.
-        unavailable: the backend's message for each collective that it does not support.
-    """
+    """The measurements of all collectives at all sizes, and why the backend cannot do a collective, in its words."""
 
     measurements: Sequence[Measurement]
     unavailable: dict[str, str] = field(default_factory=dict)
@@ -202,13 +174,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The measurements of every two nodes.
-
-    Attributes:
-        size: message size in bytes.
-        bandwidths: bandwidth of each pair.
-        diagnosis: slow nodes and links.
-    """
+    """The measurements of every two nodes, with messages of `size` bytes."""
 
     size: int
     bandwidths: PairBandwidths
@@ -227,11 +193,7 @@ class Pairs:
 class Results:
     """The results of one run of the benchmark.
 
-    Attributes:
-        conditions: the conditions of the measurement.
-        measured: measurements of collectives, or of pairs of nodes.
-        verdict: verdict on all-reduce, or on the best pair; None if neither was measured.
-        network: how the nodes communicate.
+    The verdict is on all-reduce, or on the best pair of nodes; None if neither was measured.
     """
 
     conditions: Conditions
@@ -258,10 +220,7 @@ class Results:
 
 
 def read_results(content: Mapping[str, Any]) -> Results:
-    """The results from the JSON file that `Results.to_json` made.
-
-    Args:
-        content: of the file.
+    """The results from the content of the JSON file that `Results.to_json` made.
 
     Raises:
         BenchError: it is no such file.
@@ -292,7 +251,7 @@ def _missing(results: Results) -> list[str]:
     measured = results.measured
     if isinstance(measured, Pairs):
         found = measured.bandwidths.bus_bandwidth
-        if results.conditions.nodes > len(found) + 1:  # fewer pairs than nodes: there may be too many to count
+        if results.conditions.nodes > len(found) + 1:  # so many pairs may be missing that naming all takes too long
             return [f"pairs of {results.conditions.nodes} nodes, of which it has {len(found)}"]
         pairs = itertools.combinations(range(results.conditions.nodes), 2)
         return [f"nodes {first} and {second}" for first, second in pairs if not _is_number(found.get((first, second)))]
@@ -316,23 +275,11 @@ def _read_pairs(content: Mapping[str, Any]) -> Pairs:
     return Pairs(content["size"], PairBandwidths(bandwidths, wrong), diagnosis)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that it is either complete or absent; create its folder if needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(content)
-    os.replace(part, path)
-
-
 def log_results(results: Results, files: Sequence[Path]) -> None:
     """Log the results into the run that MLFLOW_RUN_ID names; without that variable, log nothing. The run stays open.
 
-    The step of each metric, such as `bench/all-reduce/bus_bandwidth_GBps`, is the message size in bytes. If the store
-    fails, there is a warning and no exception.
-
-    Args:
-        results: what was measured.
-        files: files to log as artifacts.
+    The step of each metric, such as `bench/all-reduce/bus_bandwidth_GBps`, is the message size in bytes. The files
+    become artifacts. If the store fails, there is a warning and no exception.
     """
     run_id = os.environ.get("MLFLOW_RUN_ID")
     if not run_id:

@@ -25,9 +25,9 @@ from azureml_strategy.bench.results import (
     expect,
     judge,
     log_results,
-    write_atomically,
 )
 from azureml_strategy.cluster import Launch, learn_launch
+from azureml_strategy.files import write_atomically
 from azureml_strategy.lazy import require_library
 from azureml_strategy.network.session import NetworkSession, prepare_network
 
@@ -47,14 +47,7 @@ _WARMUP = {"nccl": 5, "gloo": 2}
 
 @dataclass(frozen=True)
 class Member:
-    """This process in the job's process group.
-
-    Attributes:
-        launch: its place in the job.
-        place: its place in the group, and its device.
-        backend: backend of the group.
-        session: the network setup of the group.
-    """
+    """This process in the job's process group, with its place in the job and the network setup of the group."""
 
     launch: Launch
     place: Place
@@ -97,13 +90,8 @@ def require_launch() -> Launch:
 def join(launch: Launch, backend: str | None, timeout: timedelta) -> Iterator[Member]:
     """Start the process group of the job, and destroy it at the end of the block.
 
-    Args:
-        launch: this process's place in the job.
-        backend: `nccl` or `gloo`; by default NCCL if there is a GPU, else gloo.
-        timeout: limit for the other processes to join, and for each collective.
-
-    Yields:
-        This process in the group.
+    Without a backend it is NCCL if there is a GPU, else gloo. The timeout is the limit for the other processes to join,
+    and for each collective.
 
     Raises:
         BenchError: this process has no GPU, and NCCL needs one.
@@ -141,15 +129,7 @@ def _cuda_device(launch: Launch) -> torch.device:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run measures.
-
-    Attributes:
-        conditions: the conditions, as reported with the results.
-        collectives: names of the collectives; only all-reduce between pairs.
-        sizes: message sizes in bytes, ascending; only one between pairs.
-        procedure: how to measure each collective.
-        expectation: expected bandwidth of all-reduce.
-    """
+    """What one run measures: collectives at sizes in bytes, ascending; between pairs, all-reduce at one size."""
 
     conditions: Conditions
     collectives: Sequence[str]
@@ -181,11 +161,11 @@ def make_plan(options: BenchOptions, member: Member) -> Plan:
     return Plan(
         conditions=conditions,
         collectives=["all-reduce"] if options.pairs else options.collectives or list(COLLECTIVES),
-        sizes=_sizes(options, member.backend, member.largest_message()),
+        sizes=_sizes(options, backend, member.largest_message()),
         procedure=Procedure(getattr(torch, options.dtype), conditions.iterations, conditions.warmup),
         expectation=expect(
             member.session.node.vm_size,
-            backend=member.backend,
+            backend=backend,
             nodes=2 if options.pairs else member.launch.num_nodes,
             processes_per_node=member.launch.local_world_size,
             given=options.expect,
@@ -242,12 +222,7 @@ def run_bench(options: BenchOptions) -> int:
 
 
 def print_start(plan: Plan, idle_gpus: int) -> None:
-    """Print what will be measured, and how many GPUs take no part.
-
-    Args:
-        plan: what will be measured.
-        idle_gpus: number of GPUs of each node that take no part.
-    """
+    """Print what will be measured, and how many GPUs of each node take no part."""
     conditions = plan.conditions
     sizes = " to ".join(format_size(size) for size in dict.fromkeys((plan.sizes[0], plan.sizes[-1])))
     print(
@@ -287,7 +262,7 @@ def _measure_pairs(plan: Plan, member: Member, timeout: timedelta) -> Pairs:
 
 
 def _judge(plan: Plan, measured: Sweep | Pairs) -> Verdict | None:
-    """Judge all-reduce at its largest size, as health checks do; of pairs, judge the best one."""
+    """Judge all-reduce at its largest size, as health checks do. Of pairs, judge the best one."""
     if isinstance(measured, Pairs):
         return judge(max(measured.bandwidths.bus_bandwidth.values()), plan.expectation, in_ring=False)
     largest = measured.largest("all-reduce")

@@ -160,6 +160,12 @@ def read_price(environ: Mapping[str, str] | None = None) -> Price | None:
         return None
 
 
+def count(number: float, thing: str) -> str:
+    """A number of things: `1 node`, `2,048 processes`."""
+    plural = "es" if thing.endswith("s") else "s"
+    return f"{number:,.0f} {thing}{plural * (round(number) != 1)}"
+
+
 def format_money(amount: float) -> str:
     """Format an amount with two decimals; one below 1 with four significant digits."""
     return f"{amount:,.2f}" if amount >= 1 or amount == 0 else f"{amount:.4g}"

@@ -39,11 +39,11 @@ log = logging.getLogger(__name__)
 
 # Steps of a request that does not say how many.
 _REQUESTED_STEPS = 5
-# How long the end of the training waits for traces to be written; and after an exception or SIGTERM, when Azure gives
-# a node 30 seconds in all.
+# How long the end of the training waits for traces to be written. After an exception or SIGTERM it waits less, since
+# Azure gives a node 30 seconds in all.
 _END_SECONDS, _EXCEPTION_SECONDS = 120.0, 10.0
-# What this callback has while it trains.
-_PER_TRAINING = ("_session", "_store", "_uploader", "_writer", "_listener", "_signals")
+# Attributes that have a value only during a training.
+_PER_TRAINING = ("_session", "_store", "_writer", "_listener", "_signals")
 
 
 class ProfileSteps(Callback):
@@ -94,14 +94,14 @@ class ProfileSteps(Callback):
         super().__init__()
         details = Details(shapes, stacks, memory)
         self._default = ProfileRequest(_REQUESTED_STEPS, parse_ranks(ranks), details)
-        self._asked = None if steps is None else Profile(*parse_steps(steps), self._default.ranks, details)
+        self._configured = None if steps is None else Profile(*parse_steps(steps), self._default.ranks, details)
         self._folder = folder
         self._on_request = on_request
         self._signal = signal if signal is None else check_signal(signal)
-        self._plans: list[Profile] = []  # in order; the same on all ranks, but for the ranks that have refused
+        # In order, and the same on all ranks, except that a rank which refuses a plan leaves itself out of it.
+        self._plans: list[Profile] = []
         self._session: Session | None = None
         self._store: ControlStore | None = None
-        self._uploader: Uploader | None = None
         self._writer: ProfileWriter | None = None
         self._listener: ProfileListener | None = None
         self._signals: SignalListener | None = None
@@ -115,14 +115,13 @@ class ProfileSteps(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._plans = [] if self._asked is None else [self._asked]
+        self._plans = [] if self._configured is None else [self._configured]
         if not self._plans and not self._on_request:
             return
         self._drop_missed(trainer, logged_step(trainer))
         self._store = open_shared_store("ProfileSteps", trainer.global_rank, trainer.world_size, True).store
         folder = run_folder(trainer) if self._folder is None else Path(self._folder)
-        self._uploader = Uploader(trainer, self._store)
-        self._writer = ProfileWriter(folder, trainer.global_rank, self._uploader)
+        self._writer = ProfileWriter(folder, trainer.global_rank, Uploader(trainer, self._store))
         if self._store is None:
             log.info("No connection to the rendezvous store: this training takes no requests for profiles.")
         elif self._on_request:
@@ -151,9 +150,9 @@ class ProfileSteps(Callback):
             self._end(trainer, step)
         elif self._session is not None and not self._session.is_warming_up:
             self._attempt(trainer, self._session.step)
-        asked = self._listener.step_done() if self._listener is not None else None
-        if asked is not None:
-            self._plan(step, *asked)
+        agreed = self._listener.step_done() if self._listener is not None else None
+        if agreed is not None:
+            self._plan(step, *agreed)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -165,7 +164,7 @@ class ProfileSteps(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # The profiler's end waits for the GPU, which may wait for ever for a rank that is gone.
+        # To end the recording, the profiler waits for the GPU. That may wait for ever for a rank that is gone.
         on_cpu = trainer.strategy.root_device.type == "cpu"
         if self._session is not None and not on_cpu and not isinstance(exception, SIGTERMException):
             self._session.abandon()
@@ -179,7 +178,7 @@ class ProfileSteps(Callback):
         self._close(_EXCEPTION_SECONDS)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Threads, connections and the recording belong to this process: a script may copy its Trainer in a hook.
+        # A script may copy its Trainer in a hook. Threads, connections and the recording cannot be copied.
         return {**vars(self), "_plans": [], **dict.fromkeys(_PER_TRAINING)}
 
     def _drop_missed(self, trainer: Trainer, step: int | None) -> None:
@@ -206,9 +205,8 @@ class ProfileSteps(Callback):
     def _end(self, trainer: Trainer, step: int) -> None:
         """End the first plan on all ranks, after its last step or earlier."""
         assert self._writer is not None
-        assert self._uploader is not None
         plan, session = replace(self._plans[0], last=min(step, self._plans[0].last)), self._session
-        self._uploader.share_run()
+        self._writer.uploader.share_run()
         record_event(trainer, "profile", f"{plan.steps} profiled on rank(s) {', '.join(map(str, plan.ranks))}")
         if session is not None:
             stopped = CapturedResult(session.stop)
@@ -238,12 +236,12 @@ class ProfileSteps(Callback):
         self._plans[0] = replace(plan, ranks=tuple(other for other in plan.ranks if other != rank))
 
     def _record_outcome(self, plan: Profile, text: str) -> None:
-        """Write for rank 0 what came of a request on this rank."""
+        """Send rank 0 the outcome of a request on this rank."""
         if plan.key and self._listener is not None:
             self._listener.done(plan.key, text)
 
     def _attempt(self, trainer: Trainer, action: Callable[[], Any]) -> Any:
-        """Do something with the profiler, whose own faults do not end the training."""
+        """Do something with the profiler. If it fails, this rank refuses the plan, and the training goes on."""
         tried = CapturedResult(action)
         if tried.fault is not None:
             self._refuse(trainer, _text(tried.fault))
@@ -251,7 +249,7 @@ class ProfileSteps(Callback):
 
     def _close(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        if self._session is not None:  # of a training that has ended within the warm-up
+        if self._session is not None:  # the training has ended within the warm-up
             CapturedResult(self._session.stop)
         if self._writer is not None and not self._writer.wait(seconds):
             log.warning("The profile is still being written after %.0f s; the training ends without it.", seconds)

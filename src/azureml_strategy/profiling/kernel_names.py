@@ -1,8 +1,8 @@
-"""Names a kernel in one line: the function's own name, and the library that it is of.
+"""Gives a kernel a name of one line: its function and its library.
 
-A trace has the demangled C++ of a kernel, of hundreds of characters: its template arguments, namespaces and
-parameters. Kernels that differ in tile sizes or types of arguments alone get one name. The names of a trace are not
-trusted: any text gives a short line of printable characters.
+A trace has the demangled C++ of a kernel, with namespaces, template arguments and parameters: hundreds of characters.
+Kernels that differ only in tile sizes or types of arguments get one name. The names of a trace are not trusted, so any
+text gives a short line of printable characters.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import re
 
 LONGEST = 46
 """Characters of a name at most: what a table on a terminal of 80 columns has left beside its numbers."""
-# Only so much of a longer name is read; the function is at its beginning.
+# Only so many characters of a longer name are read. The function is at its beginning.
 _READ = 4096
 _ANONYMOUS = re.compile(r"\(anonymous namespace\)::|<unnamed>::|_GLOBAL__N_\w*::")
 _IDENTIFIER = re.compile(r"(?:[A-Za-z_]\w*::)*[A-Za-z_]\w*")
-# Kernels that run whatever function they are given as a template argument.
+# Kernels that run the function which is their template argument.
 _ANY_FUNCTION = re.compile(r"\w*elementwise\w*|reduce_kernel|multi_tensor_apply_kernel")
 _ANY_CLASS = re.compile(r"Kernel\d?|(cutlass_)?device_kernel\w*|_kernel_agent|enable_\w+|kernel")
-# Template arguments that say nothing about the function: types, and what torch wraps a function in.
+# Template arguments that do not name the function: types, and torch's wrappers of functions.
 _SAYS_NOTHING = re.compile(
     r"void|bool|char|short|int|long|float|double|signed|unsigned|const|true|false|auto|lambda|operator|nv_\w+|__\w+|"
     r"(?:\w+::)*(?:[Aa]rray|BFloat16|Half|half_t|bfloat16_t|complex|c10|TensorIterator\w*|Tensor\w*Metadata|"
     r"\w+Metadata|TensorInfo|Tensor|ArrayRef|ReduceOp|func_wrapper_t|[AB]?UnaryFunctor|BinaryFunctor|gpu_kernel_impl\w*|"
     r"(?:Unary|Binary|Ternary|Pointwise)Op\w*Functor|enable_\w+|T\d*|u?l+)"
 )
-# In a mangled name: a number, a substitution, a parameter, each passed over; or the length of a name, which follows.
+# In a mangled name: a number, a substitution or a parameter, which are skipped; or the length of the name that follows.
 _MANGLED = re.compile(r"L[a-z]n?\d+E|S[0-9A-Z]*_|T\d*_|(\d{1,4})(?=[A-Za-z_])")
-# Where sizes of tiles begin in the names of matrix products and convolutions; what follows makes no other function.
+# The sizes of tiles in the names of matrix products and convolutions, with all that follows; the function is the same.
 _TILE = re.compile(r"_(?:tilesize|ldg\d|\d+x\d+).*")
 _CUTLASS_PRODUCT = re.compile(r"(cutlass\w*?(?:gemm|fprop|dgrad|wgrad))_.*")
-# The library, by the beginning of a namespace or of the function, or by a part of the function's name.
+# Each library, and how the path or the name of its functions begins.
 _LIBRARIES = (
     ("NCCL", re.compile(r"nccl|rccl")),
     ("Triton", re.compile(r"triton_")),
@@ -51,11 +51,8 @@ _LIBRARIES = (
 def kernel_name(raw: str) -> str:
     """The name of a kernel as a table shows it, such as `FillFunctor vectorized_elementwise (torch)`.
 
-    Args:
-        raw: as a trace has it: demangled, or mangled where torch's demangler gave up.
-
-    Returns:
-        At most `LONGEST` printable characters.
+    `raw` is the name in a trace, which is mangled where torch's demangler gave up. The result has at most `LONGEST`
+    printable characters.
     """
     text = " ".join(printable(raw[:_READ]).split())
     if text.startswith(("Memcpy", "Memset")):
@@ -78,7 +75,7 @@ def kernel_name(raw: str) -> str:
 
 
 def _library(*names: str) -> str:
-    """The library of the first name that belongs to a known one; else the first name's namespace, such as vllm."""
+    """The first known library that one of the names belongs to; else the first name's namespace, such as vllm."""
     for each in names:
         for library, begins in _LIBRARIES:
             if begins.match(each):
@@ -87,13 +84,13 @@ def _library(*names: str) -> str:
 
 
 def shorten(name: str, longest: int = LONGEST) -> str:
-    """A name without its middle if it is long: names differ at their ends."""
+    """Cut the middle out of a long name, because names differ at their ends."""
     kept = longest - 3
     return name if len(name) <= longest else f"{name[: kept - kept // 2]}...{name[-(kept // 2) :]}"
 
 
 def printable(text: str) -> str:
-    """A text with a blank in place of each character that moves a cursor or has no form."""
+    """Put a blank in place of each character that cannot be printed."""
     return "".join(each if each.isprintable() else " " for each in text)
 
 
@@ -108,7 +105,7 @@ def _split_template(text: str) -> tuple[str, str]:
             depth = max(0, depth - 1)
             closing = place if depth == 0 else closing
         elif depth == 0 and letter == " " and text[place + 1 : place + 2].isidentifier():
-            begin, opening = place + 1, len(text)  # what stood before is the return type
+            begin, opening = place + 1, len(text)  # all before this was the return type
         elif depth == 0 and letter == "(":
             text = text[:place]
             break

@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-# Files in the run's folder: a request, which rank 0 renames when it takes it, and what has come of it.
+# Files in the run's folder: a request, its name once rank 0 has taken it, and the answer.
 REQUEST, TAKEN, ANSWER = "profile.request", "profile.taken", "profile.answer"
 _STEPS = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
-# A trace of so many steps fills a disk, and nobody can read it.
+# A trace of more steps fills a disk, and nobody can read it.
 _MOST_STEPS = 1000
 _LARGEST_RANK = 2**20
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -22,13 +22,7 @@ class ProfileRequestError(ValueError):
 
 @dataclass(frozen=True)
 class Details:
-    """What torch.profiler records besides operators; each costs time and space.
-
-    Attributes:
-        shapes: shapes of the operators' inputs.
-        stacks: Python's stack for each operator.
-        memory: what is allocated and freed.
-    """
+    """What torch.profiler records besides operators: the shapes of their inputs, Python's stacks, allocated memory."""
 
     shapes: bool = False
     stacks: bool = False
@@ -39,7 +33,7 @@ class Details:
 class Profile:
     """A profile of the steps `first` to `last`, as metrics count them, on some ranks.
 
-    The key identifies the request. It is empty if nobody waits for an answer.
+    The key identifies the request. It is empty for a profile that nobody requested while the job ran.
     """
 
     first: int
@@ -140,29 +134,21 @@ def parse_request(text: str, default: ProfileRequest) -> ProfileRequest:
         if not equals:
             raise ProfileRequestError(f"{word!r} is no KEY=VALUE: write steps=5 ranks=0,3 shapes=true.")
         if key == "steps":
-            found = replace(found, count=_parse_count(value))
+            if not value.isdecimal() or int(value) < 1:
+                raise ProfileRequestError(f"steps={value}: in a request, steps is how many to profile, as steps=5.")
+            _check_count(int(value))
+            found = replace(found, count=int(value))
         elif key == "ranks":
             found = replace(found, ranks=parse_ranks(value))
         elif key in {each.name for each in fields(Details)}:
-            found = replace(found, details=replace(found.details, **{key: _parse_boolean(word, value)}))
+            if value.lower() not in _BOOLEANS:
+                raise ProfileRequestError(f"{word}: write true or false.")
+            found = replace(found, details=replace(found.details, **{key: _BOOLEANS[value.lower()]}))
         else:
             raise ProfileRequestError(f"There is no {key!r}: write steps, ranks, shapes, stacks or memory.")
     return found
 
 
-def _parse_count(value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise ProfileRequestError(f"steps={value}: in a request, steps is how many to profile, as steps=5.")
-    _check_count(int(value))
-    return int(value)
-
-
 def _check_count(count: int) -> None:
     if count > _MOST_STEPS:
         raise ProfileRequestError(f"{count} steps are too many for one trace: profile at most {_MOST_STEPS}.")
-
-
-def _parse_boolean(word: str, value: str) -> bool:
-    if value.lower() not in _BOOLEANS:
-        raise ProfileRequestError(f"{word}: write true or false.")
-    return _BOOLEANS[value.lower()]

@@ -9,23 +9,23 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 
 from azureml_strategy.profiling.request import Details
-from azureml_strategy.tracking.timing.span_profiler import own_profiler
+from azureml_strategy.tracking.timing.span_profiler import user_profiler
 
-# torch does not show whose recording is on. It sets a flag to True when one begins, and reads only whether it is true.
-# So as long as the flag has this other true value, no recording has begun since ours.
+# torch does not show whose recording is on. It has a flag that it sets to True when a recording begins. Everywhere else
+# it reads only whether the flag is true. So as long as the flag is 2, no recording has begun since ours.
 _OURS = 2
 LOST = "another torch.profiler was started meanwhile, and torch has only one at a time"
-# Open spans of recordings that are lost. torch frees a recording that another one replaces. When a span ends, or Python
-# deletes it, torch would write the end into memory that is no longer the recording's. So these spans are kept for ever.
+# Open spans of recordings that another recording has replaced. torch has freed the memory of such a recording. When one
+# of its spans ends or is deleted, torch would still write into that memory. So these spans are kept for ever.
 _never_ended: list[object] = []
 
 
 def why_busy(trainer: Trainer) -> str | None:
-    """Say which other profiler records in this process, or is about to; None if there is none.
+    """Say which other profiler records in this process, or will do so. None if there is none.
 
-    torch does not refuse a second one: it ends the first in silence, whose trace is then empty.
+    torch does not refuse a second one. It ends the first one without a word, and the trace of that one is empty.
     """
-    if isinstance(own_profiler(trainer), PyTorchProfiler):
+    if isinstance(user_profiler(trainer), PyTorchProfiler):
         return "the Trainer has profiler='pytorch', and torch has only one at a time; leave one of them out"
     if torch.autograd.profiler._is_profiler_enabled:
         return "another torch.profiler records already, and torch has only one at a time"
@@ -35,7 +35,7 @@ def why_busy(trainer: Trainer) -> str | None:
 class Session:
     """A recording of the steps `first` to `last`. Its methods must be called on the thread that trains.
 
-    With `warms_up` it begins one step earlier. What is recorded then is discarded, with the cost of the start.
+    With `warms_up` it begins one step earlier, and discards that step, in which the profiler itself starts.
     """
 
     def __init__(self, first: int, last: int, warms_up: bool, details: Details, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class Session:
         begin = first - 1 if warms_up else first
 
         def action(step: int) -> ProfilerAction:
-            step = max(step, begin)  # torch asks for step 0 before it can be told where it begins
+            step = max(step, begin)  # torch asks for step 0 before `step_num` is set below
             if step > last:
                 return ProfilerAction.NONE
             if step < first:
@@ -112,7 +112,7 @@ class Session:
 
     @property
     def _is_lost(self) -> bool:
-        """Whether another profiler has been started. Then nothing of this recording may be touched any more."""
+        """Whether another profiler has been started. From then on, no part of this recording may be touched."""
         return torch.autograd.profiler._is_profiler_enabled != (False if self.is_warming_up else _OURS)
 
     def _mark(self) -> None:

@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ Intervals = list[Interval]
 """Sorted intervals with a gap between each two; none is empty."""
 Event = dict[str, Any]
 
-# Python needs about ten times the size of a trace to read it.
+# To read a larger trace, Python would need more than ten times this memory.
 MOST_BYTES = 1_000_000_000
 _TOP = 20
 _READ, _LONGEST_OPERATOR = 4096, 100  # characters of a name that are read, and of an operator's that are kept
@@ -28,17 +28,17 @@ _MICRO = 1e-6
 _GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _CPU = ("cpu_op", "user_annotation")
 _STEP = re.compile(r"ProfilerStep#\d+")
-# What torch's DataLoader records around `next` of its iterator.
+# The beginning of the name of the span that torch's DataLoader records around `next` of its iterator.
 _LOADING = "enumerate(DataLoader)"
-# `gloo:all_reduce` is the collective itself on gloo's thread. The others are calls of it on the training's threads:
+# `gloo:all_reduce` is the collective itself on gloo's thread. Other operators are its calls on the training's threads:
 # torch's dispatcher, functional collectives, and the record of parameters. NCCL's kernels are ncclKernel_..., since
 # 2.19 ncclDevKernel_..., and on symmetric memory ncclSymDevKernel_... in 2.27 and ncclSymkDevKernel_... since 2.28
-# (kernel_cname in its src/device/symmetric/generate.py); torch's own on symmetric memory are named after what they do.
+# (kernel_cname in its src/device/symmetric/generate.py). torch's own kernels there are named after the algorithm.
 _COMMUNICATES = re.compile(
     r"(gloo|nccl|mpi|ucc|xccl):|_?c10d(_functional)?::|record_param_comms|nccl\w*Kernel|"
     r"(void )?([\w:]|\(anonymous namespace\)|<unnamed>)*(multimem_\w*|(one|two)_shot_all_reduce_)kernel"
 )
-# Operators of torch and of extensions. Not the nodes of autograd around them, in which hooks may wait for others.
+# Operators of torch and of extensions, without the nodes of autograd around them: hooks there may wait for other ranks.
 _COMPUTES = re.compile(r"(?!autograd::engine|torch::autograd::)\w[\w.]*::|Torch-Compiled Region|CompiledFunction")
 # The longer names first: `reducescatter` contains `reduce`.
 _COLLECTIVES = {
@@ -104,8 +104,8 @@ def summarize(trace: dict[str, Any], last: int | None = None) -> dict[str, Any]:
 
     On a GPU it counts what runs on the device. Without one it counts operators, on all threads of the process.
     `compute_s`, `exposed_communication_s`, `copy_s` and `idle_s` add up to `window_s`; `data_wait_s` is the part of
-    `idle_s` in which the training waits for torch's DataLoader. Of overlapping collectives each counts in full in
-    `collectives`, but once in the sum.
+    `idle_s` in which the training waits for torch's DataLoader. Overlapping collectives each count in full in
+    `collectives`, but their common time counts once in the sum.
 
     Args:
         trace: Chrome's format, as torch.profiler writes it.
@@ -117,7 +117,7 @@ def summarize(trace: dict[str, Any], last: int | None = None) -> dict[str, Any]:
     events = [each for each in trace["traceEvents"] if each.get("ph") == "X"]
     on_gpu = any(each.get("cat") == "kernel" for each in events)
     steps = _steps(events, "user_annotation", last)
-    # The host runs ahead of the device. torch marks on the device what the host has launched within a step.
+    # The host runs ahead of the device. torch marks on the device the work that the host has launched within a step.
     window = _whole_span((_steps(events, "gpu_user_annotation", last) if on_gpu else []) or steps or events)
     categories = _GPU if on_gpu else _CPU
     work = [each for each in events if each.get("cat") in categories and _overlaps(each, window)]
@@ -157,7 +157,7 @@ def _parts(work: list[Event], loading: Intervals, window: Intervals, on_gpu: boo
     computing = [each for each in work if _is_computing(each)]
     compute = within(computing)
     if not on_gpu:
-        compute = subtract(compute, loading)  # operators that make up a batch
+        compute = subtract(compute, loading)  # operators that put a batch together
     communication = within(communicating)
     exposed = subtract(communication, compute)
     copies = subtract(within(each for each in work if each["cat"].startswith("gpu_mem")), union([*compute, *exposed]))
@@ -209,10 +209,10 @@ def _count_calls(events: list[Event]) -> int:
 
 
 def _operators(work: list[Event], on_gpu: bool) -> list[dict[str, Any]]:
-    """The operators or kernels with most time of their own, without that of others that they call, by short names."""
+    """The operators or kernels that took longest, by short names, without the time of those that they call."""
     by_name: dict[str, list[float]] = defaultdict(list)
-    for each, own in ((each, each["dur"]) for each in work) if on_gpu else _own_times(work):
-        by_name[each["name"]].append(own * _MICRO)
+    for each, self_us in [(each, each["dur"]) for each in work] if on_gpu else _own_times(work):
+        by_name[each["name"]].append(self_us * _MICRO)
     seconds: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     for raw, times in by_name.items():
@@ -223,26 +223,20 @@ def _operators(work: list[Event], on_gpu: bool) -> list[dict[str, Any]]:
     return [{"name": name, "calls": calls[name], "self_s": round(seconds[name], 9)} for name in most]
 
 
-def _own_times(work: list[Event]) -> Iterator[tuple[Event, float]]:
-    """Each operator with its time in microseconds, without that of the operators that it calls on its thread."""
-    threads: dict[Any, list[Event]] = defaultdict(list)
-    for each in work:
-        if each["cat"] == "cpu_op":
-            threads[each["tid"]].append(each)
-    for events in threads.values():
-        open_ones: list[tuple[Event, list[float]]] = []
-        for each in sorted(events, key=lambda one: (one["ts"], -one["dur"])):
-            while open_ones and open_ones[-1][0]["ts"] + open_ones[-1][0]["dur"] <= each["ts"]:
-                yield _own_time(*open_ones.pop())
-            if open_ones:
-                open_ones[-1][1].append(each["dur"])
-            open_ones.append((each, []))
-        while open_ones:
-            yield _own_time(*open_ones.pop())
-
-
-def _own_time(event: Event, called: list[float]) -> tuple[Event, float]:
-    return event, max(0.0, event["dur"] - sum(called))
+def _own_times(work: list[Event]) -> list[tuple[Event, float]]:
+    """Each operator with its time in microseconds, without the time of the operators that it calls on its thread."""
+    operators = [each for each in work if each["cat"] == "cpu_op"]
+    operators.sort(key=lambda each: (each["ts"], -each["dur"]))
+    called = [0.0] * len(operators)
+    running: dict[Any, list[int]] = defaultdict(list)  # by thread, the innermost last
+    for index, each in enumerate(operators):
+        callers = running[each["tid"]]
+        while callers and _span(operators[callers[-1]])[1] <= each["ts"]:
+            callers.pop()
+        if callers:
+            called[callers[-1]] += each["dur"]
+        callers.append(index)
+    return [(each, max(0.0, each["dur"] - inner)) for each, inner in zip(operators, called, strict=True)]
 
 
 def _span(event: Event) -> Interval:
@@ -250,7 +244,7 @@ def _span(event: Event) -> Interval:
 
 
 def _whole_span(events: list[Event]) -> Intervals:
-    """From the start of the first to the end of the last; nothing where there are none."""
+    """The time from the first start to the last end, empty if there are no events."""
     spans = [_span(each) for each in events]
     return union([(min(start for start, _ in spans), max(end for _, end in spans))]) if spans else []
 
@@ -277,7 +271,7 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 
 def compress(path: Path) -> Path:
-    """Gzip a file, whose plain form is removed when the other one is complete; return the new path."""
+    """Gzip a file, and remove the plain file once the gzipped one is complete; return the new path."""
     zipped = path.with_name(f"{path.name}.gz")
     part = zipped.with_name(f".{zipped.name}.part")
     with path.open("rb") as plain, gzip.open(part, "wb", compresslevel=6) as file:
@@ -288,10 +282,9 @@ def compress(path: Path) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the summary of a trace.
+    """Print the summary of the trace at a path. With a second path, write it there and gzip the trace.
 
-    Args:
-        arguments: the trace's path. Optional: where to write the summary instead, and gzip the trace; the last step.
+    A third argument is the last step that counts.
     """
     trace = Path(arguments[0])
     try:

@@ -36,17 +36,17 @@ _KEY = "mlflow_run"
 # How long a rank waits for rank 0 to share the run's id, and its pause between two looks.
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 20.0, 0.2
 
-# Time for one trace to be read and compressed, on a slow disk.
+# Enough time to read and compress one trace on a slow disk.
 _SUMMARY_SECONDS = 600.0
 _SHOWN = 8
-# One trace after the other, whichever fit or callback it is of: they share the file of the summary.
+# Traces are written one after the other, also those of different fits and callbacks: they share the summary's file.
 _writing = threading.Lock()
 
 
 class Uploader:
-    """Keeps files with the MLflow run: those of rank 0 by its logger, in the background; others send theirs themselves.
+    """Keeps files with the MLflow run. Rank 0 gives its files to its logger; the other ranks send theirs themselves.
 
-    The other ranks do not know the run's id. Rank 0 shares it through the control store. A tracking store that is a
+    The other ranks do not know the run's id, so rank 0 shares it through the control store. A tracking store that is a
     file can be reached from its own machine only.
     """
 
@@ -64,7 +64,7 @@ class Uploader:
             self._store.set(_KEY, json.dumps([run_id, address, socket.gethostname()]))
 
     def send(self, files: Sequence[Path]) -> str:
-        """Send files; return a sentence about those that stay on this machine's disk only, or nothing."""
+        """Send files. Return a sentence about those that remain only on this machine's disk, or an empty text."""
         small = [each for each in files if each.stat().st_size <= MOST_UPLOADED_BYTES]
         large = [each.name for each in files if each not in small]
         reason = self._try_to_send(small) if self._loggers else "there is no MLflow run"
@@ -83,8 +83,7 @@ class Uploader:
             if (message := self._wait_for_rank_0()) is None:
                 return "rank 0 has not told this rank the MLflow run"
             run_id, address, host = json.loads(message)
-            own = logger.run_and_store()[1]
-            if own != address or not (is_remote(address) or host == socket.gethostname()):
+            if logger.run_and_store()[1] != address or not (is_remote(address) or host == socket.gethostname()):
                 return f"the MLflow store of rank 0 cannot be reached from {socket.gethostname()}"
             for each in files:
                 logger.send_file(run_id, each, FOLDER)
@@ -109,17 +108,17 @@ class ProfileWriter:
     def __init__(self, folder: Path, rank: int, uploader: Uploader) -> None:
         self._folder = (folder / FOLDER).absolute()
         self._rank = rank
-        self._uploader = uploader
+        self.uploader = uploader
         self._threads: list[threading.Thread] = []
 
     def write(self, session: Session, plan: Profile, done: Callable[[str], None]) -> None:
-        """Write the trace of a stopped session, soon; then call `done` with one sentence."""
+        """Write the trace of a stopped session in the background, then call `done` with one sentence."""
         thread = threading.Thread(target=self._write, args=(session, plan, done), name="profile-writer", daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until everything is written and uploaded, for this time in all; return whether it is."""
+        """Wait at most so long until everything is written and uploaded, and return whether it is."""
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -136,7 +135,7 @@ class ProfileWriter:
                 plain = next(free)
                 session.write(plain)
                 trace, summary = self._sum_up(plain, plan.last)
-                where = self._uploader.send([trace] if summary is None else [trace, summary])
+                where = self.uploader.send([trace] if summary is None else [trace, summary])
                 if self._rank == 0 and summary is not None:
                     _print(json.loads(summary.read_text(encoding="utf-8")), steps, trace)
                 done(f"{steps} of rank {self._rank}: {trace}. {where}".strip())
@@ -146,7 +145,7 @@ class ProfileWriter:
                 done(f"the profile of {steps} of rank {self._rank} cannot be kept: {text}")
 
     def _sum_up(self, plain: Path, last: int) -> tuple[Path, Path | None]:
-        """Have another process sum the trace up and compress it; return the trace, and the summary if there is one."""
+        """Sum the trace up and compress it in another process. Return the trace, and the summary if there is one."""
         summary = self._folder / f"summary_rank_{self._rank}.json"
         summary.unlink(missing_ok=True)  # of the profile before
         module = "azureml_strategy.profiling.trace_summary"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from azureml_strategy.cluster.job import count
 from azureml_strategy.reporting.advice import NextStep, verdict_of
 from azureml_strategy.reporting.charts import LINES, Chart, Line, line_chart, plain
 from azureml_strategy.reporting.collect import RunRecord
-from azureml_strategy.reporting.page import LegendEntry, Page, Section, Table, count, duration, figure, money
+from azureml_strategy.reporting.page import LegendEntry, Page, Section, Table, duration, figure, money
 from azureml_strategy.reporting.part_charts import PART_COLOURS, bars
 from azureml_strategy.tracking.verdict import NAMES, mfu_text
 

@@ -56,11 +56,6 @@ def money(amount: float, currency: str) -> str:
     return f"{format_money(amount)} {currency}"
 
 
-def count(number: float, thing: str) -> str:
-    """A number of things: `1 node`, `2 nodes`."""
-    return f"{number:,.0f} {thing}{'s' * (round(number) != 1)}"
-
-
 class Tile(NamedTuple):
     """A figure that stands out."""
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from azureml_strategy.cluster.job import count
 from azureml_strategy.reporting.advice import describe_rank, last_stop, next_steps, verdict_of
 from azureml_strategy.reporting.charts import LINES, Line, Marks, line_chart
 from azureml_strategy.reporting.collect import RunRecord
@@ -19,7 +20,6 @@ from azureml_strategy.reporting.page import (
     Table,
     Text,
     Tile,
-    count,
     duration,
     figure,
     moment,

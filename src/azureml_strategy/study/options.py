@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from azureml_strategy.cluster.job import Price
+from azureml_strategy.cluster.job import Price, count
 
 # Enough to pass the warm-up of the shipped recipes (at most 50 steps) and to measure as many steps.
 DEFAULT_STEPS = 100
@@ -163,8 +163,8 @@ def run_overrides(options: StudyOptions) -> list[str]:
         "trainer.limit_val_batches": "0",
         "checkpoint": "none",
     }
-    own = {each.lstrip("+~").partition("=")[0] for each in options.overrides}
-    return [*(f"{key}={value}" for key, value in short.items() if key not in own), *options.overrides]
+    given = {each.lstrip("+~").partition("=")[0] for each in options.overrides}
+    return [*(f"{key}={value}" for key, value in short.items() if key not in given), *options.overrides]
 
 
 def headings(options: StudyOptions) -> Iterator[tuple[int, str]]:
@@ -172,9 +172,3 @@ def headings(options: StudyOptions) -> Iterator[tuple[int, str]]:
     for nodes in sorted(options.nodes):
         processes = options.processes_per_node
         yield nodes, count(nodes, "node") + (f" x {count(processes, 'process')}" if processes else "")
-
-
-def count(number: int, what: str) -> str:
-    """A number and its noun, in singular or plural."""
-    plural = "es" if what.endswith("s") else "s"
-    return f"{number} {what}{plural if number != 1 else ''}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from azureml_strategy.cluster.job import format_money
+from azureml_strategy.cluster.job import count, format_money
 from azureml_strategy.reporting.advice import NextStep
 from azureml_strategy.reporting.charts import drawn_chart
-from azureml_strategy.reporting.page import Page, Section, Table, Tile, count, figure
+from azureml_strategy.reporting.page import Page, Section, Table, Tile, figure
 from azureml_strategy.reporting.stores import ReportError
 from azureml_strategy.study.options import StudyError
 from azureml_strategy.study.report import panels, study_columns
@@ -19,10 +19,7 @@ _GOOD_EFFICIENCY = 0.8
 
 
 def study_page(content: Mapping[str, Any]) -> Page:
-    """Make the page of a study.
-
-    Args:
-        content: of the JSON file that `study` wrote.
+    """Make the page of a study from the content of the JSON file that `study` wrote.
 
     Raises:
         ReportError: it is no such file.

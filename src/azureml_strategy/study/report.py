@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rich.table import Table
 
-from azureml_strategy.cluster.job import format_money
-from azureml_strategy.study.options import StudyOptions, count
+from azureml_strategy.cluster.job import count, format_money
+from azureml_strategy.study.options import StudyOptions
 from azureml_strategy.study.scaling import Row, Scaling
 from azureml_strategy.tracking.tables import print_table
 from azureml_strategy.tracking.verdict import mfu_text
@@ -93,11 +93,7 @@ def _remarks(scaling: Scaling, options: StudyOptions) -> list[str]:
 
 
 def plot(scaling: Scaling, title: str) -> bytes:
-    """Plot throughput with perfect scaling, efficiency, and cost if known, over the number of devices.
-
-    Returns:
-        The content of a PNG file.
-    """
+    """A PNG file: throughput with perfect scaling, efficiency, and cost if known, over the number of devices."""
     from matplotlib.figure import Figure
 
     drawn = panels(scaling)

@@ -7,10 +7,10 @@ import os
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from azureml_strategy.emulator import EmulatedJob, EmulationError, emulate_run, enough_gpus, error_sentence
+from azureml_strategy.files import write_atomically
 from azureml_strategy.jobs import JobError
 from azureml_strategy.lazy import require_library
 from azureml_strategy.study.options import StudyError, StudyOptions, headings, run_overrides
@@ -29,7 +29,7 @@ WORKSPACE = "azureml"
 
 # Exit codes of a process that Ctrl-C or SIGTERM ended, as a shell reports them: 128 + the signal.
 _INTERRUPTED = (130, 143)
-# Of a failed job's log, in which the error is looked for.
+# The error of a failed job is looked for in so many lines at the end of its log.
 _LAST_LINES = 100
 
 
@@ -63,7 +63,7 @@ def emulate_sizes(options: StudyOptions) -> Iterator[Figures]:
     """
     command = ["env", f"OMP_NUM_THREADS={threads_per_process(options)}", *(options.command or _train_command(options))]
     processes = options.processes_per_node or 1
-    # Sizes that ran on GPUs beside others that did not would compare devices, not sizes.
+    # If some sizes ran on GPUs and others did not, the study would compare devices and not sizes.
     gpus = None if enough_gpus(max(options.nodes), processes) else 0
     for nodes, heading in headings(options):
         print(f"\n{heading}", flush=True)
@@ -83,8 +83,8 @@ def _train_command(options: StudyOptions) -> list[str]:
 def threads_per_process(options: StudyOptions) -> str:
     """The number of compute threads of a process, the same at every size.
 
-    Otherwise the processes of a small job would have more cores of this machine each than those of a large one, and the
-    study would show that instead of what the processes cost one another.
+    Otherwise each process of a small job would have more cores of this machine than one of a large job. The study would
+    show that, and not what the processes cost one another.
     """
     processes = max(options.nodes) * (options.processes_per_node or 1)
     return os.environ.get("OMP_NUM_THREADS") or str(max((os.cpu_count() or 1) // processes, 1))
@@ -144,7 +144,7 @@ def _failure_of(job: SubmittedJob) -> str:
 
     try:
         return error_sentence(job.logs().splitlines()[-_LAST_LINES:])
-    except JobError:  # it has none, as where its image could not be built; or storage does not answer
+    except JobError:  # it has no log, for example since its image could not be built; or storage does not answer
         pass
     try:
         return " ".join((job_failure(job.client, job.name) or "").split())
@@ -153,7 +153,7 @@ def _failure_of(job: SubmittedJob) -> str:
 
 
 def _plan(options: StudyOptions, nodes: int) -> JobPlan:
-    """What the job of one size runs.
+    """Plan the job of one size.
 
     Raises:
         JobError: the recipe, the command or a setting is invalid.
@@ -161,9 +161,9 @@ def _plan(options: StudyOptions, nodes: int) -> JobPlan:
     from azureml_strategy.jobs.program import plan_program, program_of
     from azureml_strategy.jobs.recipe import plan_recipe
 
-    own = [each for each in options.overrides if each.lstrip("+~").startswith("cluster.num_nodes=")]
-    if own:
-        raise JobError(f"{own[0]} is one size, and --nodes names them all. Leave the override out.")
+    given = [each for each in options.overrides if each.lstrip("+~").startswith("cluster.num_nodes=")]
+    if given:
+        raise JobError(f"{given[0]} is one size, and --nodes names them all. Leave the override out.")
     overrides = [*run_overrides(options), f"cluster.num_nodes={nodes}"]
     if options.processes_per_node is not None:
         overrides.append(f"cluster.processes_per_node={options.processes_per_node}")
@@ -199,7 +199,7 @@ def run_study(options: StudyOptions) -> int:
 
 
 def _unmeasured(options: StudyOptions, read: int) -> list[Figures]:
-    """The sizes or runs after those that were read."""
+    """The sizes or runs that come after the first `read` ones."""
     problem = "not read: the study was ended before"
     if options.runs:
         return [Figures(run_id=run_id, problem=problem) for run_id in options.runs[read:]]
@@ -207,10 +207,10 @@ def _unmeasured(options: StudyOptions, read: int) -> list[Figures]:
 
 
 def _report(scaling: Scaling, options: StudyOptions) -> None:
-    _write(options.output, to_json(scaling).encode())
+    write_atomically(options.output, to_json(scaling).encode())
     title = options.recipe or shlex.join(options.command) or "scaling study"
     notes = [note for note in ("emulated" if scaling.emulated else "", scaling.measured) if note]
-    _write(options.plot, plot(scaling, f"{title} ({', '.join(notes)})" if notes else title))
+    write_atomically(options.plot, plot(scaling, f"{title} ({', '.join(notes)})" if notes else title))
     print_study(scaling, options, [options.output, options.plot])
 
 
@@ -235,11 +235,3 @@ def _runs(options: StudyOptions) -> Iterator[Figures]:
     if options.local:
         return emulate_sizes(options)
     return submit_sizes(options)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file atomically, and create its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(content)
-    os.replace(part, path)

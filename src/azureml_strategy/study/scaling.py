@@ -25,18 +25,16 @@ class Figures:
     """The figures of one run; None for what the run has not recorded.
 
     Attributes:
-        run_id: id of its MLflow run; empty if there is none.
-        name: name of the run.
+        run_id: of its MLflow run; empty if there is none.
         nodes: number of nodes that it ran on, or was to run on.
         devices: number of processes, each with a device of its own.
         unit: the name of a sample.
         samples_per_second: over all devices, without warm-up.
         mfu: model FLOPs utilisation, 0 to 1.
-        cost_per_million_samples: of all nodes, in `currency`.
-        currency: ISO 4217 code.
+        cost_per_million_samples: of all nodes, in `currency` (ISO 4217).
         transport: what carried the traffic between processes.
         problem: what went wrong; empty if nothing did.
-        error: what the run said when it failed; empty if that is not known.
+        error: the run's own words when it failed; empty if they are not known.
         emulated: whether all its nodes shared one machine.
         params: the configuration, as the run recorded it.
     """
@@ -71,18 +69,13 @@ class Figures:
 
 
 def read_figures(client: MlflowClient, run_id: str, nodes: int | None = None) -> Figures:
-    """Read the figures of a run.
-
-    Args:
-        client: of the store that has the run.
-        run_id: its id.
-        nodes: number of nodes that it was to run on, for a run that ended before it recorded the number.
+    """Read the figures of a run. A run that ended before it recorded its number of nodes was to run on `nodes`.
 
     Raises:
         StudyError: the store has no such run, or does not answer.
     """
     run = _get_run(client, run_id)
-    # A SQL store has the largest float in place of infinity. Of NaN this is False too.
+    # Only finite values: a SQL store has the largest float in place of infinity, and the comparison with NaN is False.
     metrics = {name: value for name, value in run.data.metrics.items() if abs(value) < sys.float_info.max}
     tags, rate = run.data.tags, metrics.get(_RATE) or None
     per_device = metrics.get(_PER_DEVICE)
@@ -137,7 +130,7 @@ def _problem(run: Run, rate: float | None, devices: int | None) -> str:
     return "" if devices else f"no number of devices: it logged neither summary/devices nor {_PER_DEVICE}"
 
 
-# Sections of a recipe that may differ between sizes: they say where it ran.
+# Sections of a recipe that may differ between sizes, because they say where it ran.
 _PLACES = ("cluster", "job", "trainer/num_nodes", "trainer/devices")
 
 
@@ -146,7 +139,6 @@ class Row:
     """A run in comparison with the smallest.
 
     Attributes:
-        figures: what it achieved.
         speed_up: its throughput divided by that of the smallest; None if either has none.
         efficiency: the speed-up divided by the ratio of their numbers of devices: 1 is perfect scaling.
     """
@@ -161,7 +153,6 @@ class Scaling:
     """All runs, from small to large.
 
     Attributes:
-        rows: one for each run.
         base: the smallest run with a throughput, and the fastest one of several that small; None if there is none.
         differences: names of recorded settings in which the runs differ, with the values.
     """
@@ -187,7 +178,7 @@ class Scaling:
 
     @property
     def failures(self) -> list[str]:
-        """What each run that failed said, with its size, in one sentence each."""
+        """The error of each run that failed, with its size, in one sentence each."""
         return [
             f"{row.figures.nodes or '?'} node{'' if row.figures.nodes == 1 else 's'} {row.figures.problem}: "
             f"{row.figures.error}"
@@ -202,7 +193,7 @@ class Scaling:
 
     @property
     def measured(self) -> str:
-        """How many of the runs are compared, where these are not all; else empty."""
+        """How many of the runs are compared; empty if all are."""
         compared = sum(row.efficiency is not None for row in self.rows)
         return f"{compared} of {len(self.rows)} runs measured" if compared < len(self.rows) else ""
 
@@ -245,10 +236,7 @@ def _differences(runs: Sequence[Figures]) -> Iterator[tuple[str, list[str]]]:
 
 
 def read_scaling(content: Mapping[str, Any]) -> Scaling:
-    """Compare the runs of a study again, from the JSON file that it wrote.
-
-    Args:
-        content: of the file.
+    """Compare the runs of a study again, from the content of the JSON file that it wrote.
 
     Raises:
         StudyError: it is no file of a study.

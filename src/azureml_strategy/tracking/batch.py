@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NOTE_TAG = "mlflow.note.content"  # mlflow.utils.mlflow_tags.MLFLOW_RUN_NOTE
 # MLflow's limit of a tag's value up to 2.x; newer servers take 8,000 characters.
 NOTE_LENGTH = 5000
-# Around our part, so that it can be replaced. Markdown does not show them.
+# They enclose our part of the description, so that it can be replaced. Markdown does not show them.
 _BEGIN, _END = "<!-- azureml-strategy -->", "<!-- end of azureml-strategy -->"
 
 # Azure ML refuses a batch with more metrics: https://github.com/mlflow/mlflow/issues/2441 (the service limits list
@@ -53,27 +53,22 @@ _REFUSED = re.compile(
 
 
 def markdown_table(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """The lines of a table of names and values, neither of which is taken for Markdown. It has no header."""
+    """The lines of a Markdown table of names and values, without a header. Special characters are escaped."""
     lines = [f"| {_cell(name)} | {_cell(value)} |" for name, value in rows]
     return ["| | |", "|---|---|", *lines] if lines else []
 
 
 def merge_description(present: str, lines: Sequence[str], limit: int) -> str | None:
-    """The description with our part put below what others wrote, or in place of our part of a previous attempt.
+    """Put our part into the present description: below the text of others, or in place of our previous part.
 
-    Args:
-        present: the run's description now.
-        lines: of our part, the most important ones first. The last ones are left out if all exceed the limit.
-        limit: how many characters the store takes.
-
-    Returns:
-        The new description; None if there is no room for any line.
+    The most important lines are the first. The last ones are left out if the whole would exceed `limit` characters. The
+    result is None if there is no room for any line.
     """
     above, begin, rest = present.partition(_BEGIN)
     _, end, below = rest.partition(_END)
-    if begin and not end:  # somebody has cut it
+    if begin and not end:  # somebody has removed the end of our part
         below = rest
-    # Blank lines between the text of others and ours.
+    # A blank line separates the text of others from ours.
     before = [above.strip(), ""] if above.strip() else []
     after = ["", below.strip()] if below.strip() else []
     room = limit - len("\n".join([*before, _BEGIN, _END, *after]))
@@ -176,8 +171,7 @@ class Batch:
     """Items of one kind that are written in one request, see `LIMITS`.
 
     Attributes:
-        kind: the kind of all items.
-        items: the items that are not known to be in the store.
+        items: those that are not known to be in the store.
         doubtful: whether the store may have some items already, because they were sent and the answer was lost.
     """
 
@@ -227,7 +221,7 @@ def tag(name: str, value: str) -> RunTag:
     """Make MLflow's entity of a tag, with its value cut to the length that stores accept."""
     from mlflow.entities import RunTag
 
-    # Who writes a description cuts it in whole lines, and knows the store.
+    # `merge_description` has cut a description already, in whole lines and to the limit of the store.
     longest = NOTE_LENGTH if name == NOTE_TAG else TAG_VALUE_LENGTH
     return RunTag(name, str(redact(name, value))[:longest])  # type: ignore[no-untyped-call]
 
@@ -238,7 +232,7 @@ def _metric_entities(record: Metrics) -> Iterator[Metric]:
     for name, value in record.values.items():
         try:
             number = float(value)
-        except Exception as error:  # a GPU value is read only now, and the GPU may have failed since
+        except Exception as error:  # the value is read from the GPU only now, and the GPU may have failed meanwhile
             warnings.warn(
                 f"Metric {name} of step {record.step} cannot be read and is left out: {redact_text(str(error))}",
                 stacklevel=2,

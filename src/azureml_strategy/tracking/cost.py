@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from azureml_strategy.cluster.job import Price, read_price
+from azureml_strategy.cluster.job import Price, count, read_price
 from azureml_strategy.tracking.logger import job_loggers
 from azureml_strategy.tracking.timing.goodput import process_age_s
 from azureml_strategy.tracking.timing.throughput import find_throughput
@@ -55,9 +55,8 @@ class CostTracker(Callback):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
-        self._given = (
-            None if price_per_hour is None else Price(price_per_hour, currency, "tracking.cost.price_per_hour")
-        )
+        source = "tracking.cost.price_per_hour"
+        self._given = None if price_per_hour is None else Price(price_per_hour, currency, source)
         self._clock = clock
         self._started: float | None = None
         self._ended: float | None = None
@@ -75,7 +74,7 @@ class CostTracker(Callback):
 
     def describe(self) -> str:
         """The number of nodes and the price, as text."""
-        return f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.price}"
+        return f"{count(self.nodes, 'node')} x {self.price}"
 
     @override
     @rank_zero_only
@@ -100,15 +99,7 @@ class CostTracker(Callback):
             self._previous_cost = logger.metric_at_start(_RUN) or 0.0
             logger.log_tags(tags)
 
-    @override
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end(trainer)
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._end(trainer)
-
-    def _end(self, trainer: Trainer) -> None:
+    def _end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         if self.price is None or self._started is None:
             return
         self._ended = CostTracker._paid_until = self._clock()
@@ -119,6 +110,8 @@ class CostTracker(Callback):
             metrics["cost/per_million_samples"] = self.per_million_samples(summary.samples_per_second)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
+
+    on_fit_end = on_exception = _end
 
 
 def find_cost(trainer: Trainer) -> CostTracker | None:

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 THREAD = "node-counters"
 # The first sample comes soon, so that a short run has one too.
 _FIRST_S = 1.0
-# How long one call of the store may take, and how long the end of `fit` waits for a sample under way.
+# How long one call of the store may take, and how long the end of `fit` waits for a sample that has begun.
 _STORE_S, _END_S = 5.0, 2.0
 
 
@@ -70,23 +70,31 @@ class NodeCounters(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()  # of a previous run that failed in a way that calls no hook
-        store = _shared_store(trainer)
+        store = None
+        if trainer.num_nodes > 1 and dist.is_available() and dist.is_initialized():
+            ranks = trainer.global_rank, trainer.world_size
+            shared: SharedStore[None] = open_shared_store("NodeCounters", *ranks, None, _STORE_S)
+            store = shared.store
+            if store is None:
+                rank_zero_info(
+                    "Counters of the first node alone are recorded: there is no connection to the rendezvous store."
+                )
         if trainer.local_rank == 0:
             self._thread = _CounterThread(trainer, self.interval_s, self.sysfs, store)
         elif store is not None:
             store.close()
 
-    @override
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._log(trainer)
+    def _log(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        thread = self._thread
+        if thread is None or not (thread.figures or thread.warnings):
+            return
+        figures = thread.take()
+        for logger in trainer.loggers if figures else []:
+            logger.log_metrics(figures, step=logged_step(trainer))
+        while thread.warnings:
+            record_event(trainer, "warning", thread.warnings.popleft())
 
-    @override
-    def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        self._log(trainer)
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._log(trainer)
+    on_train_batch_end = on_validation_batch_end = on_train_end = _log
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -99,16 +107,6 @@ class NodeCounters(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
 
-    def _log(self, trainer: Trainer) -> None:
-        thread = self._thread
-        if thread is None or not (thread.figures or thread.warnings):
-            return
-        figures = thread.take()
-        for logger in trainer.loggers if figures else []:
-            logger.log_metrics(figures, step=logged_step(trainer))
-        while thread.warnings:
-            record_event(trainer, "warning", thread.warnings.popleft())
-
     def _close(self) -> None:
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -119,17 +117,18 @@ class NodeCounters(Callback):
 
 
 class _CounterThread:
-    """Samples this node. On rank 0 it collects the samples of all nodes; on others it sends its own there.
+    """Samples this node. On rank 0 it collects the samples of all nodes; on other ranks it sends its own there.
 
     The store, which the ranks share, is closed with the thread. It is None for one node, or without a connection.
 
     Attributes:
-        figures: for the training thread of rank 0: the newest ones of each node, until they are taken.
-        warnings: for the training thread of rank 0: those that it has not recorded yet.
+        figures: the newest ones of each node, until the training thread of rank 0 takes them.
+        warnings: those that the training thread of rank 0 has not recorded yet.
     """
 
     def __init__(self, trainer: Trainer, interval_s: float, sysfs: str | Path, store: ControlStore | None) -> None:
-        # Only calls that the interpreter does not interrupt are made on both: no lock that a fork could leave locked.
+        # Two threads use these two without a lock, which a fork could leave locked. So only calls that the interpreter
+        # does not interrupt are made on them.
         self.figures: dict[str, dict[str, float]] = {}
         self.warnings: deque[str] = deque()
         self._trainer = trainer
@@ -148,7 +147,7 @@ class _CounterThread:
         self._running.start()
 
     def take(self) -> dict[str, float]:
-        """Return the figures of all nodes that are new, by their full names."""
+        """Return the new figures of all nodes, by their full names."""
         found: dict[str, float] = {}
         while self.figures:
             node, figures = self.figures.popitem()
@@ -157,7 +156,7 @@ class _CounterThread:
         return found
 
     def close(self) -> None:
-        """End the thread. One that waits for a disk or a driver that does not answer ends when they do."""
+        """End the thread. If it waits for a disk or a driver that does not answer, it ends later."""
         self._ending.set()
         self._running.join(_END_S)
         if self._store is not None:
@@ -172,7 +171,7 @@ class _CounterThread:
                     pause = self._interval_s
         except ImportError as error:
             rank_zero_info(f"Counters of the nodes are not recorded ({error}): {INSTALL}.")
-        except Exception as error:  # whatever it is, it must cost no more than the counters
+        except Exception as error:  # whatever it is, training goes on
             text = redact_text(f"{type(error).__name__}: {error}")
             rank_zero_info(f"Counters of the nodes are recorded no more, training goes on: {text}")
 
@@ -214,11 +213,11 @@ class _CounterThread:
 
     def _add_warnings(self, node: str, warnings: Mapping[str, str]) -> None:
         for cause, text in warnings.items():
-            # Mostly all nodes write to one disk.
+            # All nodes usually write checkpoints to one disk, so its cause counts once for all of them.
             key = ("" if cause == CHECKPOINT_DISK else node, cause)
             if key not in self._causes:
                 self._causes[key] = text
-                # At once: what is wrong may be why training waits and logs no more.
+                # On the console at once, because the fault may be why training waits and logs no more.
                 log.warning(text)
                 self.warnings.append(text)
 
@@ -226,15 +225,3 @@ class _CounterThread:
         saver = self._trainer.checkpoint_callback
         folder = saver.dirpath if isinstance(saver, ModelCheckpoint) else None
         return Path(folder).absolute() if folder and "://" not in str(folder) else None
-
-
-def _shared_store(trainer: Trainer) -> ControlStore | None:
-    """Share a store with the other ranks; None if there is one node only, or some rank has no connection."""
-    if trainer.num_nodes == 1 or not dist.is_available() or not dist.is_initialized():
-        return None
-    shared: SharedStore[None] = open_shared_store(
-        "NodeCounters", trainer.global_rank, trainer.world_size, None, _STORE_S
-    )
-    if shared.store is None:
-        rank_zero_info("Counters of the first node alone are recorded: there is no connection to the rendezvous store.")
-    return shared.store

@@ -14,8 +14,8 @@ from azureml_strategy.cluster.redaction import redact_text
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-# An artifact is sent whole each time, so it must stay small. The first events explain most, and the last ones show how
-# the run ended.
+# Each event sends the whole artifact again, so it must stay small. The first events explain most, and the last ones
+# show how the run ended.
 _FIRST, _LAST = 200, 200
 # Longer texts, such as tracebacks, are cut.
 _TEXT_LENGTH = 2000
@@ -50,7 +50,7 @@ class RecordsEvents(Protocol):
 
 
 class EventLog:
-    """The events of this attempt of a job, of which it keeps the first and the last ones."""
+    """The first and the last events of this attempt of a job."""
 
     def __init__(self) -> None:
         self._first: list[Event] = []
@@ -82,7 +82,7 @@ class EventLog:
 
 
 def record_event(trainer: Trainer, kind: Kind, text: str) -> None:
-    """Keep an event with the run, by each logger that records events. It does nothing on ranks other than 0."""
+    """Give an event to each logger that records events. On ranks other than 0, those do nothing."""
     event = Event(kind, redact_text(text)[:_TEXT_LENGTH], trainer.global_step)
     for logger in trainer.loggers:
         if isinstance(logger, RecordsEvents):

@@ -1,5 +1,5 @@
-"""Records a training whose script does not mention it in the job's MLflow run: its metrics, how fast it trains, and
-the configuration of LightningCLI.
+"""Records a training in the job's MLflow run although its script has no code for that: its metrics, how fast it trains,
+and the configuration of LightningCLI.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ log = logging.getLogger(__name__)
 
 # The store of Lightning's MLFlowLogger that was given none, not even by the environment.
 _NO_STORE = "file:./mlruns"
-# How long the end of a run waits for what its last hooks have logged.
+# How long the end of a run waits until the metrics of its last hooks are written.
 _END_S = 10.0
-# Runs into which this process has begun to log. Only the first Trainer may repeat what a previous attempt has logged:
-# of a second one in the script, the same names and steps are points of their own.
+# Runs into which this process has begun to log. Only the first Trainer may repeat steps of a previous attempt. If the
+# script has a second one, its points are new ones, even under the same names and steps.
 _BEGUN: set[JobRun] = set()
-# Runs that this process cannot open. Each of them is warned of once.
+# Runs that this process cannot open. There is one warning for each.
 _CLOSED: set[JobRun] = set()
 
 
@@ -58,7 +58,7 @@ class LightningCLIConfig(IsolatedCallback):
 
     @override
     def before_run(self, trainer: Trainer) -> None:
-        """Tell the other callback what it may write, before its `setup`."""
+        """Set what the other callback may write, before its `setup`."""
         job = read_job()
         for callback in _saving(trainer):
             callback.overwrite |= job is not None and job.attempt > 0
@@ -143,11 +143,11 @@ class JobTracking(IsolatedCallback):
         loggers = trainer.loggers
         if not loggers or any(isinstance(each, (JobMLFlowLogger, DummyLogger)) for each in loggers):
             return False
-        # With the guard off, each process may have a Trainer of its own. Only one of them can be the job's training.
+        # With the guard off, each process may have its own Trainer, and only one of them can be the job's training.
         return self._launch is None or self._launch.rank == 0 or not trainer.is_global_zero
 
     def _open(self, logger: JobMLFlowLogger, trainer: Trainer, run: JobRun) -> bool:
-        """Open the run on rank 0, now, while this training can still do without it."""
+        """Open the run on rank 0 now, while the training can still go on without it."""
         try:
             _ = logger.experiment
         except TrackingError as error:
@@ -170,9 +170,9 @@ class JobThroughput(IsolatedCallback, ThroughputCallback, RunReport):
     """Measures a training that is logged into the job's run, unless its script measures it.
 
     It is a `ThroughputCallback` and a `RunReport` for any script, without a collective. Rank 0 assumes that every rank
-    has as many samples as itself. It logs into the job's run only; the other ranks just report how long they take. If
-    it cannot count the samples of a batch, it says so in one line and measures no more. A script that has one of these
-    callbacks itself keeps only that one.
+    has as many samples as itself, and logs into the job's run only. The other ranks only report their times. If the
+    samples of a batch cannot be counted, one line says so, and nothing more is measured. If the script has one of these
+    callbacks itself, this one does nothing.
     """
 
     switch = THROUGHPUT_SWITCH
@@ -211,7 +211,7 @@ class JobThroughput(IsolatedCallback, ThroughputCallback, RunReport):
 
     @override
     def _over_ranks(self, trainer: Trainer, totals: Totals) -> Totals:
-        # A collective of ours could hang a script whose ranks have unequal numbers of batches.
+        # A collective here could hang a script whose ranks have unequal numbers of batches.
         return totals.times(trainer.world_size)
 
     def _samples(self, batch: Any) -> int:
@@ -225,7 +225,7 @@ class JobThroughput(IsolatedCallback, ThroughputCallback, RunReport):
 
 
 class _AddedLogger(JobMLFlowLogger):
-    """The logger of a script that did not ask for it. A fault of its own is a warning, after which it logs no more."""
+    """A logger that the script did not ask for. If it fails, there is one warning, and it logs no more."""
 
     _has_failed = False
 
@@ -261,7 +261,7 @@ def _joins(logger: MLFlowLogger, run: JobRun) -> bool:
 def _become(logger: MLFlowLogger, joined: JobMLFlowLogger) -> None:
     """Turn a logger into another one in place, because the script may have other references to it.
 
-    A class of the script keeps its methods; what they call of Lightning's is then ours.
+    If its class is a subclass of the script, that class keeps its methods, and inherits from `JobMLFlowLogger` as well.
     """
     kind = type(logger)
     both = JobMLFlowLogger if kind is MLFlowLogger else type(kind.__name__, (kind, JobMLFlowLogger), {})

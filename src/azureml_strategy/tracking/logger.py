@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from mlflow.tracking import MlflowClient
 
-# How long the start of training waits for a server that does not answer; after that the run is opened later.
+# How long the start of training waits for a server that does not answer. After that, the run is opened later.
 _OPENING_S = 10.0
 # Azure ML uploads this folder of a job while the job runs, so its files outlive the node.
 _JOB_FOLDER = "logs"
@@ -71,7 +71,7 @@ _RUN_STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"
 
 
 class _Session:
-    """A run, open or about to be, with its writer. Rank 0 creates it when the logger is first used.
+    """A run that is open or will be opened, with its writer. Rank 0 creates it when the logger is first used.
 
     Raises:
         TrackingError: the store does not have the run, or is a file or database that cannot be opened.
@@ -142,8 +142,8 @@ class JobMLFlowLogger(MLFlowLogger):
         flush_interval_s: float = 1.0,
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        # MLFlowLogger's constructor would open the store now, on every rank and before the environment is complete.
-        # Skip it, and set the attributes that its checkpoint upload reads.
+        # Not MLFlowLogger's constructor, which would open the store now, on every rank and before the environment is
+        # complete. Its upload of checkpoints reads these attributes.
         Logger.__init__(self)
         self._run_id = run_id
         self._prefix = prefix
@@ -151,9 +151,9 @@ class JobMLFlowLogger(MLFlowLogger):
         self._logged_model_time: dict[str, float] = {}
         self._checkpoint_callback = None
         self.tags: dict[str, Any] = tags or {}
-        # The environment decides what is None.
-        self._wanted_uri, self._wanted_experiment = tracking_uri, experiment_name
-        self._wanted_name, self._wanted_location = run_name, artifact_location
+        # For what is None, the environment decides when the run is opened.
+        self._given_uri, self._given_experiment = tracking_uri, experiment_name
+        self._given_name, self._given_location = run_name, artifact_location
         self._flush_interval_s = flush_interval_s
         self._folder = folder
         self._session: _Session | None = None
@@ -292,7 +292,7 @@ class JobMLFlowLogger(MLFlowLogger):
 
     def run_and_store(self) -> tuple[str | None, str]:
         """The run's id, None until it is known, and its tracking store without secrets."""
-        return self.run_id, describe_store(resolve_tracking_uri(self._wanted_uri))
+        return self.run_id, describe_store(resolve_tracking_uri(self._given_uri))
 
     def send_file(self, run_id: str, file: Path, folder: str) -> None:
         """Put a file among a run's artifacts now, from any rank.
@@ -306,7 +306,7 @@ class JobMLFlowLogger(MLFlowLogger):
             StoreAwayError, StoreRefusedError: the store does not take it.
         """
         with store_errors():
-            client = one_attempt_client(resolve_tracking_uri(self._wanted_uri))
+            client = one_attempt_client(resolve_tracking_uri(self._given_uri))
             send_file(client, run_id, file, f"{folder}/{file.name}")
 
     @rank_zero_only
@@ -361,7 +361,7 @@ class JobMLFlowLogger(MLFlowLogger):
         if complete and self._checkpoint_callback:
             self._scan_and_log_checkpoints(self._checkpoint_callback)
         if session.request.run_id is None:
-            # Lightning passes "failed" from inside its `except` clause. The exception tells whether the run was killed.
+            # Lightning passes "failed" from inside an `except` clause. The exception tells whether the run was killed.
             killed = isinstance(sys.exc_info()[1], (SIGTERMException, KeyboardInterrupt))
             final = "KILLED" if killed else _RUN_STATUS.get(status, status)
             session.writer.put(End(final, int(time.time() * 1000)))
@@ -386,7 +386,7 @@ class JobMLFlowLogger(MLFlowLogger):
 
     def _current_description(self, session: _Session) -> str | None:
         """The run's description now; None if it is unknown."""
-        self.flush(_OPENING_S)  # it may be among what is queued
+        self.flush(_OPENING_S)  # a description may still be in the queue
         if session.run is None:
             return "" if session.request.run_id is None else None
         try:
@@ -399,7 +399,7 @@ class JobMLFlowLogger(MLFlowLogger):
     def _drop_repeated_epoch(self, values: dict[str, SupportsFloat], name: str, step: int) -> None:
         """Take out the `epoch` that Lightning adds to each call, if the step has it already.
 
-        The last step of an epoch is logged twice or more: as a step, and with the values of the validation and of the
+        The last step of an epoch is logged several times: as a step, and with the values of the validation and the
         epoch.
         """
         epoch = values.get(name)
@@ -440,12 +440,12 @@ class JobMLFlowLogger(MLFlowLogger):
     def _open(self) -> _Session:
         if self._session is None:
             request = request_run(
-                resolve_tracking_uri(self._wanted_uri),
+                resolve_tracking_uri(self._given_uri),
                 self._run_id or os.environ.get("MLFLOW_RUN_ID"),
-                self._wanted_experiment,
-                self._wanted_name,
+                self._given_experiment,
+                self._given_name,
                 self.tags,
-                self._wanted_location,
+                self._given_location,
                 self._suggested_name,
             )
             folder = self._folder if self._folder is not None else _JOB_FOLDER if read_job() is not None else "."
@@ -455,7 +455,7 @@ class JobMLFlowLogger(MLFlowLogger):
         return self._session
 
     def __getstate__(self) -> dict[str, Any]:
-        # A thread cannot be copied. The copy joins the run, and the original ends it.
+        # The thread of the session cannot be copied. The copy joins the run, and the original ends it.
         return {**self.__dict__, "_session": None}
 
 

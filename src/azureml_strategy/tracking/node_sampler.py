@@ -1,5 +1,5 @@
-"""Reads the counters of this node: processors, memory, disks, network, and what the NVIDIA driver tells about the
-GPUs; tells what is wrong with them.
+"""Reads the counters of this node: processors, memory, disks, network, and the NVIDIA driver's of the GPUs. Warns of
+faults that they show.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from azureml_strategy.network.sysfs import read_gpus
 
 # Reasons for low clocks that are a fault, with an explanation. NVML gives the reasons as bits:
 # https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html
-# Harmless are an idle GPU, clocks that somebody has set, sync boost, and the software power cap (0x4), at which a GPU
-# under full load runs all the time. HW_SLOWDOWN (0x8) is also set while clocks change, so only its two causes count.
+# An idle GPU, clocks that somebody has set, and sync boost are harmless. So is the software power cap (0x4): a GPU
+# under full load runs there all the time. HW_SLOWDOWN (0x8) is also set while clocks change, so only its causes count.
 _HARMFUL = {
     0x20: "it is too hot (software thermal slowdown)",
     0x40: "it is too hot (hardware thermal slowdown)",
     0x80: "its power supply demands it (hardware power brake)",
 }
 _POWER_CAP = 0x4
-# A slowdown of one sample may be a spike.
+# A slowdown counts after so many samples, since one may be a spike.
 _SAMPLES_IN_A_ROW = 2
-# The number of events that are read between two samples at most.
+# At most so many events are read in one sample.
 _MOST_EVENTS = 100
 _XID_TABLE = "https://docs.nvidia.com/deploy/xid-errors/"
 Warn = Callable[[str, str], None]
 CHECKPOINT_DISK = "checkpoint disk"
 INSTALL = install_line("counters")
-# A disk is nearly full if both hold: a large one has room for many checkpoints in its last percents.
+# A disk is nearly full at both limits. A large one has room for many checkpoints in its last percents.
 _FULL_PERCENTAGE, _FULL_MEGABYTES = 95.0, 100e3
-# A link at 200 Gb/s and more corrects errors all the time, and counts some. These are errors if there are more than ten
-# (the thresholds of `ibqueryerrors`) and 120 an hour (the bit error rate that the InfiniBand specification allows, as
+# A link at 200 Gb/s and more corrects errors all the time, and counts some. These are a fault only beyond ten (the
+# thresholds of `ibqueryerrors`) and 120 an hour (the bit error rate that the InfiniBand specification allows, as
 # NVIDIA's monitor takes it: https://github.com/NVIDIA/NVSentinel, docs/configuration/nic-health-monitor.md). Any other
-# error counts at once.
+# error is a fault at once.
 _NOISY = {"symbol_error", "link_error_recovery", "port_rcv_errors"}
 _NOISE, _NOISE_PER_HOUR = 10, 120
 _LINK_ADVICE = (
@@ -62,10 +62,10 @@ _GPU_ADVICE = (
 
 
 class GPUCounters:
-    """The GPUs of this node, by the driver's own numbers, whichever of them this job uses.
+    """All GPUs of this node, by the driver's own numbers.
 
-    MLflow's `GPUMonitor` has the same names for load, memory and power. It is not used, as it logs a warning in each
-    sample for each value that a GPU (a slice of one, a virtual one) does not have.
+    MLflow's `GPUMonitor` has the same names for load, memory and power. It is not used, because it logs a warning in
+    each sample for each value that a GPU (a slice of one, a virtual one) does not have.
 
     Raises:
         ImportError: nvidia-ml-py is not installed.
@@ -92,8 +92,7 @@ class GPUCounters:
     def read(self, warn: Warn) -> dict[str, float]:
         """Read every GPU, and return figures by name, without `system/`.
 
-        Values that the driver does not have, or denies, are left out. For each fault it calls `warn` with the cause in
-        a few words, and a text.
+        Values that the driver does not have or denies are left out. `warn` is called for each fault, see `NodeSampler`.
         """
         figures: dict[str, float] = {}
         for index, gpu in list(self._gpus.items()):
@@ -144,9 +143,9 @@ class GPUCounters:
         yield "throttled", float(bool(reasons & sum(_HARMFUL)))
         now = ", ".join(f"{name} {value}" for name, value in known.items())
         for bit, why in _HARMFUL.items():
-            seen = self._slowdowns.get((index, bit), 0) + 1 if reasons & bit else 0
-            self._slowdowns[index, bit] = seen
-            if seen >= _SAMPLES_IN_A_ROW:
+            samples = self._slowdowns.get((index, bit), 0) + 1 if reasons & bit else 0
+            self._slowdowns[index, bit] = samples
+            if samples >= _SAMPLES_IN_A_ROW:
                 warn(f"gpu {index} slowdown {bit}", f"GPU {index} runs at lower clocks because {why}: {now}")
 
     def _read_memory_errors(self, index: int, gpu: Any, warn: Warn) -> Iterator[tuple[str, float]]:
@@ -167,13 +166,13 @@ class GPUCounters:
         for _ in range(_MOST_EVENTS):
             try:
                 event = self._nvml.nvmlEventSetWait(self._events, 0)
-            except self._nvml.NVMLError:  # mostly a time-out: there is none
+            except self._nvml.NVMLError:  # usually a time-out, since there is no event
                 return
             index, xid = handles.get(_address(event.device), "?"), event.eventData
             warn(f"gpu {index} xid {xid}", f"GPU {index} reported Xid {xid}; {_XID_TABLE} says whose fault that is")
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call NVML; None if it has no answer, such as for want of support, permission or time."""
+        """Call NVML. None if it has no answer, for example without support or permission."""
         try:
             return function(*arguments)
         except self._nvml.NVMLError_GpuIsLost:
@@ -189,12 +188,12 @@ def _address(handle: Any) -> int | None:
 class NodeSampler:
     """Takes samples of this node's counters. One thread creates and uses it.
 
-    CPU, memory, disk and network have the names and units of MLflow's own monitors. These are not used themselves, as
-    they import all of MLflow, which costs a process that logs nothing some eight seconds of a processor.
+    CPU, memory, disk and network have the names and units of MLflow's own monitors. Those are not used, because they
+    import all of MLflow, which costs a process that logs nothing some eight seconds of a processor.
 
     Args:
-        warn: called with what is wrong: the cause in a few words, and a text of one or two sentences. It is called at
-            each sample for as long as that lasts.
+        warn: called with a fault: the cause in a few words, and a text of one or two sentences. It is called in each
+            sample for as long as the fault lasts.
         checkpoints: returns the folder of checkpoints; None if there is none, or it is no local path.
         sysfs: mount point of sysfs.
 
@@ -226,7 +225,7 @@ class NodeSampler:
             "GPUs": self._gpu,
         }
         self._unreadable: set[str] = set()
-        self.sample()  # load and growth count from here
+        self.sample()  # load and growth are measured from here on
 
     def sample(self) -> dict[str, float]:
         """Return the figures of now by name, without `system/`. What cannot be read is left out."""
@@ -235,7 +234,7 @@ class NodeSampler:
         for name, source in self._sources.items():
             try:
                 figures.update(source())
-            except Exception as error:  # psutil's and the kernel's are many; the other sources go on
+            except Exception as error:  # psutil and the kernel have many; the other sources go on
                 if name not in self._unreadable:
                     rank_zero_info(f"Counters: the {name} cannot be read ({type(error).__name__}: {error}).")
                 self._unreadable.add(name)
@@ -270,11 +269,11 @@ class NodeSampler:
         folder = self._checkpoints()
         if folder is None:
             return {}
-        there = next((each for each in (folder, *folder.parents) if each.exists()), None)
-        if there is None:
+        existing = next((each for each in (folder, *folder.parents) if each.exists()), None)
+        if existing is None:
             return {}
-        disk = self._psutil.disk_usage(str(there))
-        if not disk.total:  # some mounted storage does not tell
+        disk = self._psutil.disk_usage(str(existing))
+        if not disk.total:  # some mounted storage does not know its size
             return {}
         free = disk.free / 1e6
         if is_nearly_full(disk.percent, free):
@@ -343,10 +342,10 @@ def is_nearly_full(percentage: float, free_megabytes: float) -> bool:
 
 
 def _gpus() -> GPUCounters | None:
-    """The GPUs that NVIDIA's driver shows; None, with a sentence where there should be some."""
+    """The GPUs of NVIDIA's driver. None if it has none, with a sentence on the console if there should be some."""
     try:
         return GPUCounters()
-    except Exception as error:  # NVML's errors have no common base that is there without nvidia-ml-py
+    except Exception as error:  # without nvidia-ml-py there is no class of NVML's errors
         if read_gpus().vendor == "nvidia":
             what = INSTALL if isinstance(error, ImportError) else "see nvidia-smi"
             rank_zero_info(f"Counters of the GPUs are not recorded ({type(error).__name__}: {error}): {what}.")

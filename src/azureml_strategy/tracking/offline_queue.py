@@ -1,4 +1,4 @@
-"""A file of the records that the store has not taken; it outlives the process and is sent at the next start or by hand.
+"""A file of records that the store has not taken. It outlives the process, and the next start or a command sends it.
 
 Each line is a JSON object, and lines are only appended. The first line identifies the run. Each other line holds one
 metric, parameter, tag, text file, path of a file on disk, or the end of the run:
@@ -35,7 +35,7 @@ _SUFFIX = ".unsent.jsonl"
 
 
 class OfflineQueue:
-    """One such file, which need not exist. While an object holds it, no other process writes or sends it."""
+    """One such file, which may not exist. While an object holds it, no other process writes or sends it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,7 +59,7 @@ class OfflineQueue:
 
     def hold(self) -> bool:
         """Lock the file for this process; return False if it is gone, or if another process writes or sends it now."""
-        try:  # without O_CREAT: a file that was sent and removed must not come back, empty
+        try:  # without O_CREAT, which would create a file anew that another process has sent and removed
             file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_APPEND), "ab+")
         except FileNotFoundError:
             return False
@@ -68,9 +68,9 @@ class OfflineQueue:
         except BlockingIOError:
             file.close()
             return False
-        except OSError:  # a file system without locks: a second sender finds that the store has all of it
+        except OSError:  # a file system without locks: of two processes, the second finds all of it in the store
             pass
-        if not os.fstat(file.fileno()).st_nlink:  # another process has sent and removed it since
+        if not os.fstat(file.fileno()).st_nlink:  # another process has sent and removed it meanwhile
             file.close()
             return False
         self._file = file
@@ -89,7 +89,7 @@ class OfflineQueue:
         self._append([{"run_id": run_id}])
 
     def request(self, tracking_uri: str) -> RunRequest:
-        """The run that the lines belong to.
+        """The request for the run that the lines belong to.
 
         Raises:
             ValueError: the first line names no run.
@@ -98,7 +98,11 @@ class OfflineQueue:
             lines = [line for line, _ in self._lines(0) if "run" in line or "run_id" in line]
             request = RunRequest(tracking_uri, **lines[0]["run"])
             request = replace(request, run_id=lines[-1].get("run_id", request.run_id))
-            _require_text_fields(request)
+            values = {**asdict(request), **request.tags}
+            del values["tags"], values["started_ms"]
+            not_texts = [name for name, value in values.items() if not isinstance(value, str | None)]
+            if not_texts or type(request.started_ms) is not int or not request.start_id.isalnum():
+                raise TypeError(f"{', '.join(not_texts) or 'its start'} is no text")
         except (IndexError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{self.path} is no file of unsent metrics: its first line names no run ({error})."
@@ -116,13 +120,9 @@ class OfflineQueue:
         return self.path.stat().st_size
 
     def batches(self, start: int = 0) -> Iterator[tuple[Batch, int]]:
-        """The content of the lines, in order, in batches that a store accepts. Each batch may have been sent already.
+        """Yield the content in batches that a store accepts, each with the offset in bytes where the next one begins.
 
-        Args:
-            start: where to begin, in bytes: 0 or an offset that this method returned before.
-
-        Yields:
-            A batch, and the offset at which the next one begins.
+        `start` is 0 or such an offset. Each batch may have been sent already.
         """
         batch, end = Batch("", []), start
         for line, after in self._lines(start):
@@ -185,20 +185,12 @@ class OfflineQueue:
                     yield line, file.tell()
 
 
-def _require_text_fields(request: RunRequest) -> None:
-    values = {**asdict(request), **request.tags}
-    del values["tags"]
-    odd = [name for name, value in values.items() if name != "started_ms" and not isinstance(value, str | None)]
-    if odd or type(request.started_ms) is not int or not request.start_id.isalnum():
-        raise TypeError(f"{', '.join(odd) or 'its start'} is no text")
-
-
 def find_offline_queues(folder: Path, deep: bool = True) -> list[OfflineQueue]:
     """Every such file in a folder, and if `deep` in its subfolders, the oldest first; or the one that it names."""
     paths = [folder] if folder.is_file() else folder.glob(f"{'**/' if deep else ''}*{_SUFFIX}")
     ages: dict[Path, float] = {}
     for path in paths:
-        with suppress(FileNotFoundError):  # another process has sent and removed it since
+        with suppress(FileNotFoundError):  # another process has sent and removed it meanwhile
             ages[path] = path.stat().st_mtime
     return [OfflineQueue(path) for path in sorted(ages, key=ages.__getitem__)]
 
@@ -212,7 +204,7 @@ def _as_line(kind: str, item: Any) -> dict[str, Any]:
     return {kind: item.key, "value": item.value}
 
 
-# How often to send a refused item again while it is unclear whether the fault lies with the item.
+# How often to send a refused item again, while it is unclear whether the item or the store is at fault.
 _RETRIES = 3
 
 
@@ -282,9 +274,9 @@ class LeftoverQueues:
 
 
 def upload_all(folder: Path, address: Callable[[str], str], print_line: Callable[[str], None]) -> bool:
-    """Send every such file in a folder and its subfolders, or the one that `folder` names; whether all were sent.
+    """Send every such file in a folder and its subfolders, or the file `folder`. Return whether all were sent.
 
-    A file holds the address of its store; `address` maps it to the one to use.
+    A file has the address of its store; `address` returns the one to use in its place.
     """
     queues = find_offline_queues(folder)
     if not queues:
@@ -310,12 +302,13 @@ def _upload_and_report(queue: OfflineQueue, address: Callable[[str], str], print
 
 
 def _refuse_files_elsewhere(queue: OfflineQueue) -> None:
-    """Refuse to send a file of this machine that has nothing to do with the run: anyone may have written the lines.
+    """Refuse to send files of this machine that have nothing to do with the run: anyone may have written the lines.
 
-    Those of the node that wrote the lines are not there on another machine, and are left out with a warning.
+    A line may also name a file of the node on which the run was. On another machine that file is missing, and is left
+    out with a warning.
 
     Raises:
-        ValueError: such a file is named.
+        ValueError: a file is named that lies outside of the queue's folder and the working folder.
     """
     folders = (queue.path.parent.resolve(), Path.cwd())
     named = [each.value for batch, _ in queue.batches() for each in batch.items if isinstance(each, DiskFile)]

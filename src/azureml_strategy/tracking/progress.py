@@ -59,8 +59,8 @@ class ThroughputProgressBar(TQDMProgressBar):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
         if self._prints_lines:
-            # Once an epoch it may wait for the GPU, so it shows all logged values, with those of the last validation.
-            # Learning rates are left to the logger: one for each parameter group, they would fill the line.
+            # Once an epoch the line may wait for the GPU, so it has all logged values, with those of the last
+            # validation. It has no learning rates: there is one for each parameter group, and they would fill the line.
             metrics = trainer.callback_metrics.items()
             logged = {name: float(value) for name, value in metrics if not name.startswith("lr-")}
             batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready

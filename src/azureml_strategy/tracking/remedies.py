@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from azureml_strategy.tracking.timing.stragglers import ONE_MACHINE
@@ -18,13 +17,14 @@ FUSED = ("Adam", "AdamW", "SGD")
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What is known of a run besides its times. A field that is not known keeps its default.
+    """What is known of a run besides its times: the number of measured steps, the cost so far, and more.
+
+    A field that is not known keeps its default.
 
     Attributes:
-        loader_workers: workers of the training loader of each rank.
+        loader_workers: of the training loader of each rank.
         strategy: Lightning's or our name of the strategy, or its class.
-        transport: what carries the traffic between nodes, as in the tag `network.transport`.
-        nodes: number of nodes.
+        transport: between nodes, as in the tag `network.transport`.
         precision: as the Trainer takes it, such as `bf16-mixed`.
         optimizer: class of the optimizer, such as `SGD`, or `SGD(fused=True)` if it is fused already.
         hook: the one that took most of the part `other` of the steps, such as `Ema.on_train_batch_end, 4.1 ms a call`.
@@ -33,11 +33,8 @@ class RunFacts:
         keys: of the recipe, such as `data.num_workers`; None for a script, to which no key is named.
         slow_ranks: each rank that holds up the others, in words: `rank 3 (node-1, cuda:0)`.
         slow_share: part of a step for which the others wait for the slow ranks, 0 to 1.
-        steps: number of steps that were measured.
         one_machine: whether all ranks share the cores of one machine, as those of emulated nodes do.
         settings: those of `SETTINGS` that the run has already, so that they are not advised.
-        cost: of the run so far.
-        currency: of `cost`.
     """
 
     loader_workers: int | None = None
@@ -59,13 +56,13 @@ class RunFacts:
     currency: str = "USD"
 
     def way(self, key: str, value: str, otherwise: str) -> str:
-        """The recipe's key, with the value to set unless it is empty; for a script or another recipe `otherwise`."""
+        """What to set: the recipe's key, with a value unless that is empty; `otherwise` where there is no such key."""
         if self.keys is None or key not in self.keys:
             return otherwise
         return f"{key}={value}" if value else key
 
     def can(self, key: str) -> bool:
-        """Whether something that has this key in recipes can be done here: in a script, or by the key."""
+        """Whether this can be set: by the key of a recipe that has it, or in any script."""
         return self.keys is None or key in self.keys
 
 
@@ -89,15 +86,6 @@ def _copy(facts: RunFacts) -> tuple[str, str]:
         return why, "Send smaller data: uint8 images, normalized on the device."
     pin = facts.way("data.pin_memory", "true", "pin_memory=True in the DataLoader")
     return why, f"Set {pin}, and send smaller data: uint8 images, normalized on the device."
-
-
-def _forward_wait(facts: RunFacts) -> tuple[str, str]:
-    return (
-        "The training thread sleeps in training_step, which sends no gradients: it waits for files, a process, a lock, "
-        "or for other ranks in a collective of its own or of the strategy.",
-        "Move reading into the data set, and use self.log(sync_dist=True) once an epoch. "
-        f"{_profile(facts)} shows where.",
-    )
 
 
 def _profile(facts: RunFacts) -> str:
@@ -137,7 +125,8 @@ def _communication(facts: RunFacts) -> tuple[str, str]:
         return why, f"Run `azureml-strategy doctor`, or take a VM size with InfiniBand.{other}"
     if compress:
         return why, f"Compress the gradients: {compress} Larger batches talk less often."
-    return why, "Larger batches talk less often; what talks most belongs inside a node. " + _CHECK_NETWORK
+    way = "Larger batches talk less often; what talks most belongs inside a node."
+    return why, f"{way} Check the links with `azureml-strategy bench`."
 
 
 def _compress(facts: RunFacts) -> str:
@@ -149,17 +138,6 @@ def _compress(facts: RunFacts) -> str:
     if "bucket_cap_mb" in facts.settings:
         return f"{less}."
     return f"{less}, and larger buckets: {facts.way('strategy.bucket_cap_mb', '100', 'bucket_cap_mb=100')}."
-
-
-_CHECK_NETWORK = "Check the links with `azureml-strategy bench`."
-
-
-def _bubble(facts: RunFacts) -> tuple[str, str]:
-    return (
-        "The stages have nothing to do while the pipeline fills and drains.",
-        f"Cut the batch into more micro-batches ({facts.way('strategy.micro_batches', '', 'micro_batches')}), "
-        "or use fewer stages.",
-    )
 
 
 def _optimizer(facts: RunFacts) -> tuple[str, str]:
@@ -180,50 +158,6 @@ def _other(facts: RunFacts) -> tuple[str, str]:
         "This time is between the parts: callbacks, loggers, `.item()` calls and other Python.",
         f"Log less often ({facts.way('trainer.log_every_n_steps', '', 'log_every_n_steps of the Trainer')}). "
         f"{_profile(facts)} shows the callback that takes long.",
-    )
-
-
-def _startup(facts: RunFacts) -> tuple[str, str]:
-    return (
-        "Imports, data and the first batches come before the first step, on nodes that are already paid for.",
-        "Cache what is prepared at the start, and avoid restarts of short jobs.",
-    )
-
-
-def _validation(facts: RunFacts) -> tuple[str, str]:
-    less_often = facts.way("trainer.check_val_every_n_epoch", "", "check_val_every_n_epoch of the Trainer")
-    fewer = facts.way("trainer.limit_val_batches", "", "limit_val_batches")
-    return (
-        "The weights do not change while the run validates.",
-        f"Validate less often ({less_often}) or on fewer batches ({fewer}).",
-    )
-
-
-def _checkpoint(facts: RunFacts) -> tuple[str, str]:
-    less_often = f"Save less often ({_every_minutes(facts)})"
-    if "asynchronous" in facts.settings or not facts.can("checkpoint.asynchronous"):
-        background = ""
-    else:
-        way = facts.way("checkpoint.asynchronous", "true", "JobCheckpoint(asynchronous=True)")
-        background = f", and in the background: {way}"
-    return "Training stands still while checkpoints are taken.", f"{less_often}{background}."
-
-
-def _redone(facts: RunFacts) -> tuple[str, str]:
-    return (
-        "After a restart, steps since the last checkpoint were computed a second time.",
-        f"Save more often ({_every_minutes(facts)}), so that a restart repeats less.",
-    )
-
-
-def _every_minutes(facts: RunFacts) -> str:
-    return facts.way("checkpoint.every_minutes", "", "every_minutes of JobCheckpoint")
-
-
-def _run_other(facts: RunFacts) -> tuple[str, str]:
-    return (
-        "This time is outside of steps, validation and checkpoints.",
-        "Look at the hooks at the ends of epochs, and at what runs after fit.",
     )
 
 
@@ -253,23 +187,55 @@ def computing(facts: RunFacts) -> tuple[str, str]:
     )
 
 
-STEP_REMEDIES: Mapping[str, Callable[[RunFacts], tuple[str, str]]] = {
-    "data_wait": _data_wait,
-    "copy": _copy,
-    "forward_wait": _forward_wait,
-    "host": _host,
-    "communication": _communication,
-    "bubble": _bubble,
-    "optimizer": _optimizer,
-    "other": _other,
-}
-"""By the part of a step: why it takes long, and what to try."""
+def step_remedies(facts: RunFacts) -> dict[str, tuple[str, str]]:
+    """By the part of a step: why it takes long, and what to try."""
+    micro_batches = facts.way("strategy.micro_batches", "", "micro_batches")
+    return {
+        "data_wait": _data_wait(facts),
+        "copy": _copy(facts),
+        "forward_wait": (
+            "The training thread sleeps in training_step, which sends no gradients: it waits for files, a process, a "
+            "lock, or for other ranks in a collective of its own or of the strategy.",
+            "Move reading into the data set, and use self.log(sync_dist=True) once an epoch. "
+            f"{_profile(facts)} shows where.",
+        ),
+        "host": _host(facts),
+        "communication": _communication(facts),
+        "bubble": (
+            "The stages have nothing to do while the pipeline fills and drains.",
+            f"Cut the batch into more micro-batches ({micro_batches}), or use fewer stages.",
+        ),
+        "optimizer": _optimizer(facts),
+        "other": _other(facts),
+    }
 
-RUN_REMEDIES: Mapping[str, Callable[[RunFacts], tuple[str, str]]] = {
-    "startup": _startup,
-    "validation": _validation,
-    "checkpoint": _checkpoint,
-    "redone": _redone,
-    "other": _run_other,
-}
-"""By the part of the run: why it takes long, and what to try."""
+
+def run_remedies(facts: RunFacts) -> dict[str, tuple[str, str]]:
+    """By the part of the run: why it takes long, and what to try."""
+    minutes = facts.way("checkpoint.every_minutes", "", "every_minutes of JobCheckpoint")
+    background = facts.way("checkpoint.asynchronous", "true", "JobCheckpoint(asynchronous=True)")
+    has_choice = "asynchronous" not in facts.settings and facts.can("checkpoint.asynchronous")
+    less_often = facts.way("trainer.check_val_every_n_epoch", "", "check_val_every_n_epoch of the Trainer")
+    fewer = facts.way("trainer.limit_val_batches", "", "limit_val_batches")
+    return {
+        "startup": (
+            "Imports, data and the first batches come before the first step, on nodes that are already paid for.",
+            "Cache what is prepared at the start, and avoid restarts of short jobs.",
+        ),
+        "validation": (
+            "The weights do not change while the run validates.",
+            f"Validate less often ({less_often}) or on fewer batches ({fewer}).",
+        ),
+        "checkpoint": (
+            "Training stands still while checkpoints are taken.",
+            f"Save less often ({minutes}){f', and in the background: {background}' if has_choice else ''}.",
+        ),
+        "redone": (
+            "After a restart, steps since the last checkpoint were computed a second time.",
+            f"Save more often ({minutes}), so that a restart repeats less.",
+        ),
+        "other": (
+            "This time is outside of steps, validation and checkpoints.",
+            "Look at the hooks at the ends of epochs, and at what runs after fit.",
+        ),
+    }

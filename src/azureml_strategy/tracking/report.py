@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from azureml_strategy.cluster.data_parallel import data_parallel_size
 from azureml_strategy.cluster.emulated import is_emulated
-from azureml_strategy.cluster.job import format_money, read_job
+from azureml_strategy.cluster.job import count, format_money, read_job
 from azureml_strategy.lightning_internals import has_bucket_size, sends_by_hook
 from azureml_strategy.tracking.batch import markdown_table
 from azureml_strategy.tracking.cost import find_cost
@@ -47,9 +47,8 @@ class RunReport(Callback):
 
     It also logs `summary/nodes`, `summary/devices` and the tag `throughput.unit`, which a scaling study reads, and the
     number of measured steps as `summary/steps`, and tags the run with its sizes. Table and remarks become the
-    description of the MLflow run.
-    Throughput and step time need a `ThroughputCallback`, costs a `CostTracker` that knows a price, and the place of the
-    run a `JobMLFlowLogger`; the table omits what is missing.
+    description of the MLflow run. Throughput and step time need a `ThroughputCallback`, costs a `CostTracker` that
+    knows a price, and the place of the run a `JobMLFlowLogger`; the table omits what is missing.
 
     Args:
         metrics: names of logged metrics to show; by default those with the name of an accuracy (`acc`, `top1`, ...).
@@ -173,7 +172,7 @@ def _throughput_rows(summary: ThroughputSummary, unit: str, devices: int) -> lis
     mfu = [("MFU", mfu_text(summary.mfu))] if summary.mfu is not None else []
     return [
         (f"{unit}/s", f"{summary.samples_per_second:,.1f}"),
-        ("per device", f"{summary.samples_per_second_per_device:,.1f} ({devices} device{'s' * (devices > 1)})"),
+        ("per device", f"{summary.samples_per_second_per_device:,.1f} ({count(devices, 'device')})"),
         ("step time", f"median {median_ms:.2f} ms, p95 {p95_ms:.2f} ms ({summary.steps} steps after warm-up)"),
         *mfu,
         *([] if summary.shares else [("data wait", f"{summary.data_wait_share:.1%} of the step")]),
@@ -209,7 +208,7 @@ def _verdict(trainer: Trainer, keys: frozenset[str] | None) -> Verdict:
 
 
 def _settings(trainer: Trainer) -> frozenset[str]:
-    """Which of the settings that a verdict may advise are set already."""
+    """Those settings that a verdict may advise and this run has already."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     has = (
         getattr(trainer.train_dataloader, "pin_memory", False),
@@ -221,12 +220,13 @@ def _settings(trainer: Trainer) -> frozenset[str]:
 
 
 def has_compiled_parts(module: nn.Module) -> bool:
-    """Whether torch.compile was given the module, one inside it, or a function that one of them has for its own."""
+    """Whether torch.compile was applied to the module, to one inside it, or to an attribute of one of them."""
     return any(_is_compiled(value) for each in module.modules() for value in vars(each).values())
 
 
 def _is_compiled(value: object) -> bool:
-    # Modules hold anything: settings raise KeyError for an attribute that they lack, mocks and RPC proxies have it.
+    # Statically, because a module's attribute may be anything. An object of settings may raise KeyError for an
+    # attribute that it lacks, and a mock or a proxy claims to have each attribute.
     function = value.__func__ if type(value) is MethodType else value
     return inspect.getattr_static(function, "_torchdynamo_orig_callable", None) is not None
 
@@ -242,7 +242,7 @@ def _optimizer(trainer: Trainer) -> str:
 
 
 def _unwrapped(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside of DeepSpeed's, or of others that keep it as `optimizer`."""
+    """The optimizer inside of DeepSpeed's, or of another one that has it as `optimizer`."""
     inner = getattr(optimizer, "optimizer", None)
     return _unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
 

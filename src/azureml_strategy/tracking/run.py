@@ -1,6 +1,4 @@
-"""Finds or opens the MLflow run of this job, describes where it is, and lets a script's `mlflow.start_run()` join
-it.
-"""
+"""Finds or opens the MLflow run of this job, says where it is, and lets a script's `mlflow.start_run()` join it."""
 
 from __future__ import annotations
 
@@ -98,10 +96,10 @@ def describe_store(tracking_uri: str) -> str:
 
 
 class LoggedMetrics:
-    """The metrics that previous attempts logged: each up to its last step when this attempt first writes it.
+    """The metrics that previous attempts logged: each up to the last step that the store has.
 
     An attempt may end at any moment, but it writes the points of each metric in order, so the store has all of them up
-    to some step. The client reads the history of each metric once, on the thread of the writer.
+    to some step. The history of each metric is read once, on the thread of the writer, before this attempt writes it.
     """
 
     def __init__(self, client: MlflowClient, run_id: str) -> None:
@@ -118,16 +116,12 @@ class LoggedMetrics:
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run that can be written to, as it was when it was opened. The address of its store may hold credentials.
-
-    It is `owned` if it was opened here and not joined, so that it must also be ended here.
-    """
+    """A run that can be written to, as it was when it was opened. The address of its store may hold credentials."""
 
     client: MlflowClient
     tracking_uri: str = field(repr=False)
     run: Run
     experiment_name: str
-    owned: bool
 
     @property
     def run_id(self) -> str:
@@ -137,18 +131,14 @@ class OpenRun:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """The run that the user asked for; it can be opened as soon as its store answers.
+    """The run that the user asked for. It can be opened as soon as its store answers.
 
     Attributes:
         tracking_uri: the store; may hold credentials.
         run_id: the run to join; None for a new one.
-        experiment_id: of the experiment of a new run, if known.
-        experiment_name: of the experiment of a new run, which is created if it does not exist.
-        run_name: of a new run.
-        tags: of the run.
+        experiment_id: of a new run, if known; else the experiment of this name, which is created if it does not exist.
         artifact_location: where an experiment that is created here keeps its files.
-        started_ms: time of the request, in ms since 1970.
-        start_id: unique id of this request.
+        started_ms: time of the request, in ms since 1970. Its `start_id` is unique.
     """
 
     tracking_uri: str = field(repr=False)
@@ -182,7 +172,7 @@ class RunRequest:
         else:
             tags = {**self.tags, _START_ID: self.start_id}
             run = client.create_run(experiment_id, start_time=self.started_ms, tags=tags, run_name=self.run_name)
-        return OpenRun(client, self.tracking_uri, run, client.get_experiment(experiment_id).name, owned=True)
+        return OpenRun(client, self.tracking_uri, run, client.get_experiment(experiment_id).name)
 
     def _find_or_create_experiment(self, client: MlflowClient) -> str:
         found = client.get_experiment_by_name(self.experiment_name)
@@ -213,8 +203,9 @@ def request_run(
         tracking_uri,
         experiment_id=os.environ.get("MLFLOW_EXPERIMENT_ID") if experiment_name is None else None,
         experiment_name=experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or DEFAULT_EXPERIMENT,
-        # Without a name, MLflow draws one with Python's random numbers: after `seed_everything` the same one each time,
-        # and on the thread of the writer, so that the training's random numbers would differ from run to run.
+        # Without a name, MLflow draws one with Python's random numbers. After `seed_everything` it would be the same
+        # one each time. And since the writer's thread draws it, the training's random numbers would differ from run to
+        # run.
         run_name=run_name or given.get(RUN_NAME_TAG) or suggested_name or script_run_name(),
         # The address of the git repository may hold a token.
         tags=_texts(with_source_tags(given)),
@@ -233,8 +224,9 @@ class JobRun:
 def job_run() -> JobRun | None:
     """Return the run of this process's job; None outside of one.
 
-    Both parts are those that the process was started with. `mlflow.start_run()`, and so `mlflow.autolog()`, takes
-    MLFLOW_RUN_ID out of the environment, and `mlflow.set_tracking_uri()` changes MLFLOW_TRACKING_URI.
+    The id and the store are those that the process was started with, because MLflow changes the environment:
+    `mlflow.start_run()`, and so `mlflow.autolog()`, removes MLFLOW_RUN_ID, and `mlflow.set_tracking_uri()` sets
+    MLFLOW_TRACKING_URI.
     """
     job = read_job()
     initial: Mapping[str, str] = initial_environ()
@@ -267,7 +259,7 @@ def is_remote(tracking_uri: str) -> bool:
 def join_run(
     tracking_uri: str, run_id: str, tags: Mapping[str, Any] | None = None, client: MlflowClient | None = None
 ) -> OpenRun:
-    """Open an existing run, whatever its experiment, and add tags to it. Its name stays.
+    """Open an existing run of any experiment, and add tags to it. It keeps its name.
 
     Raises:
         TrackingError: the store has no such run.
@@ -285,7 +277,7 @@ def join_run(
     for name, value in _texts(tags).items():
         if name != RUN_NAME_TAG:
             client.set_tag(run_id, name, value)
-    return OpenRun(client, tracking_uri, run, client.get_experiment(run.info.experiment_id).name, owned=False)
+    return OpenRun(client, tracking_uri, run, client.get_experiment(run.info.experiment_id).name)
 
 
 def _unknown_run(tracking_uri: str, run_id: str) -> str:
@@ -306,8 +298,8 @@ def _texts(tags: Mapping[str, Any] | None) -> dict[str, str]:
 def join_job_run(fluent: ModuleType) -> None:
     """Replace `start_run` of `mlflow.tracking.fluent`, which fails in a job after a script's `mlflow.set_experiment`.
 
-    MLflow takes the run of MLFLOW_RUN_ID, and then refuses it, since it is of another experiment. On a laptop, where
-    there is no such run, the same lines work.
+    MLflow takes the run that MLFLOW_RUN_ID names, and then refuses it because it belongs to another experiment. On a
+    laptop, where there is no such run, the same lines work.
     """
     start_run = fluent.start_run
 
@@ -332,5 +324,5 @@ def join_job_run(fluent: ModuleType) -> None:
         return run
 
     fluent.start_run = start_or_join_run  # type: ignore[attr-defined]
-    if getattr(sys.modules.get("mlflow"), "start_run", None) is start_run:  # imported before
+    if getattr(sys.modules.get("mlflow"), "start_run", None) is start_run:  # mlflow was imported before
         sys.modules["mlflow"].start_run = start_or_join_run  # type: ignore[attr-defined]

@@ -20,10 +20,11 @@ from typing_extensions import override
 from azureml_strategy.cluster.environ import PAGE_SWITCH, copied, switched_off
 from azureml_strategy.cluster.isolation import IsolatedCallback
 from azureml_strategy.cluster.job import read_job
+from azureml_strategy.files import write_atomically
 from azureml_strategy.lazy import install_line
 from azureml_strategy.network.doctor.software import installed_version
 from azureml_strategy.tracking.events import record_event
-from azureml_strategy.tracking.logger import JobMLFlowLogger
+from azureml_strategy.tracking.logger import JobMLFlowLogger, job_loggers
 
 log = logging.getLogger(__name__)
 
@@ -68,12 +69,12 @@ class RunPage(IsolatedCallback):
         place = logger.location
         if place is not None:
             content = {"run_id": place.run_id, "store": place.store, "experiment": place.experiment}
-            _write(self._path(trainer, PLACE), json.dumps(content, indent=2))
+            write_atomically(self._path(trainer, PLACE), json.dumps(content, indent=2).encode())
 
     @override
     @rank_zero_only
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._leave(trainer, "FINISHED", 60.0, _LONGEST_S)
+        self._leave(trainer, "FINISHED")
 
     @override
     @rank_zero_only
@@ -82,23 +83,23 @@ class RunPage(IsolatedCallback):
             return
         if isinstance(exception, SIGTERMException):
             record_event(trainer, "stop", "SIGTERM ended the run: a preemption, or the job was cancelled.")
-            self._leave(trainer, "KILLED", _FLUSH_AT_SIGTERM_S, _LONGEST_AT_SIGTERM_S)
+            self._leave(trainer, "KILLED")
         elif isinstance(exception, KeyboardInterrupt):
             record_event(trainer, "stop", "Ctrl-C ended the run.")
-            self._leave(trainer, "KILLED", _FLUSH_AT_SIGTERM_S, _LONGEST_AT_SIGTERM_S)
+            self._leave(trainer, "KILLED")
         else:
             record_event(trainer, "crash", f"{type(exception).__name__}: {exception}")
-            self._leave(trainer, "FAILED", 60.0, _LONGEST_S)
+            self._leave(trainer, "FAILED")
 
     def _logger(self, trainer: Trainer) -> JobMLFlowLogger | None:
         if switched_off(os.environ, PAGE_SWITCH):
             return None
-        return next((each for each in trainer.loggers if isinstance(each, JobMLFlowLogger)), None)
+        return next(iter(job_loggers(trainer)), None)
 
     def _path(self, trainer: Trainer, name: str) -> Path:
         return Path(self._folder or trainer.default_root_dir) / name
 
-    def _leave(self, trainer: Trainer, status: str, flush_s: float, longest_s: float) -> None:
+    def _leave(self, trainer: Trainer, status: str) -> None:
         """Make the page of the run as it is in its store now, and put it where it belongs."""
         logger = self._logger(trainer)
         if logger is None:
@@ -111,19 +112,21 @@ class RunPage(IsolatedCallback):
                 " and ".join(missing),
             )
             return
-        place = logger.location if logger.flush(flush_s) else None
+        killed = status == "KILLED"
+        place = logger.location if logger.flush(_FLUSH_AT_SIGTERM_S if killed else 60.0) else None
         if place is None:
             log.warning("The run has no page: its store does not answer. Later: azureml-strategy report RUN")
             return
+        longest_s = _LONGEST_AT_SIGTERM_S if killed else _LONGEST_S
         text = _make(place.run_id, logger.tracking_uri, status, longest_s)
         path = self._path(trainer, PAGE)
-        _write(path, text)
+        write_atomically(path, text.encode())
         logger.log_text(text, PAGE)
         log.info("What this run waited for: %s", path.absolute())
 
 
 def _make(run_id: str, tracking_uri: str, status: str, longest_s: float) -> str:
-    """Have another process make the page: it can be ended, and this one keeps its memory and matplotlib's settings."""
+    """Make the page in another process, which can be ended. This one keeps its memory and matplotlib's settings."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / PAGE
         command = [sys.executable, "-m", "azureml_strategy.cli", "report", run_id, "--output", str(page)]
@@ -139,7 +142,7 @@ def _make(run_id: str, tracking_uri: str, status: str, longest_s: float) -> str:
             stderr=subprocess.PIPE,
             text=True,
             check=False,
-            start_new_session=True,  # a signal to the job's processes is none to this one
+            start_new_session=True,  # so that a signal to the job's processes does not end it
         )
         if done.returncode:
             raise RuntimeError(f"azureml-strategy report ended with {done.returncode}: {done.stderr[-2000:]}")
@@ -147,11 +150,6 @@ def _make(run_id: str, tracking_uri: str, status: str, longest_s: float) -> str:
 
 
 def _versions() -> str:
-    """Of this project and the libraries that matter most, as far as they are installed."""
+    """The versions of Python, this project and the most important libraries that are installed."""
     installed = ((name, installed_version(name)) for name in _LIBRARIES)
     return ", ".join([f"python {python_version()}", *(f"{name} {found}" for name, found in installed if found)])
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from azureml_strategy.tracking.batch import LIMITS, Batch, DiskFile, End, TextFile, chunks, is_finite, tag
+from azureml_strategy.tracking.batch import LIMITS, Batch, DiskFile, TextFile, chunks, is_finite, tag
 from azureml_strategy.tracking.run import LoggedMetrics, OpenRun
 from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, store_errors
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
-# Longer than a server takes to restart a worker, and short enough to wait for at the end of a run.
+# A server restarts a worker in less time, and the end of a run can wait that long.
 SECOND_LOOK_S = 5.0
-# How often in a row a store must refuse an item. A store that refuses every other request, or some at random, takes the
-# item in between.
+# How often in a row a store must refuse an item. A store that refuses every other request, or some at random, takes it
+# at one of these attempts.
 _REFUSALS_IN_A_ROW = 5
-# The attempts in a row end after so many seconds: a storage of artifacts that is away may take minutes to refuse one.
+# The attempts end after so many seconds, since a storage of artifacts that is away may take minutes to refuse one.
 _REFUSALS_S = 2.0
-# How many answers to one question count as a sign of life while the store takes nothing. A store that answers questions
-# but takes nothing is away.
+# So many answers to one question count as progress while the store takes nothing. A store that only answers questions
+# is away.
 _ANSWERS_THAT_COUNT = 3
-# If the store took a request this recently, such as the other half of a bisected batch, it takes others.
+# A store that took a request this recently, such as the other half of a batch, certainly takes others.
 _LATELY_S = 0.2
-# Sent to see whether a store takes anything, if there is no accepted metric that could be sent again.
+# This tag tests whether a store takes anything, if there is no accepted metric that could be sent again.
 _CHECK = ("azureml_strategy.store_check", "accepted")
 # The kinds that go to where artifacts are kept.
 _FILES = ("files", "artifacts")
@@ -50,22 +50,18 @@ class Sender:
     """Sends batches to one run.
 
     The store may refuse an item because of the item or because of its own state. The sender leaves an item out only if
-    the store refuses it alone, refuses it alone again after `second_look_s`, and right after that takes what it has
-    taken before: a metric's point that it already has (MLflow keeps equal points once), or for other kinds a check tag.
-    Until then the item is a suspect, and the sender goes on with all others. A store that refuses everything counts as
-    away.
+    the store refuses it alone, refuses it alone again after `second_look_s` seconds, and right after that takes what it
+    has taken before: a metric's point that it already has (MLflow keeps equal points once), or for other kinds a check
+    tag. Until then the item is a suspect, and the sender goes on with all others. A store that refuses everything
+    counts as away.
 
     Two cases need no second look: items like one that was already left out, and a parameter of which the run has
     another value.
 
-    Args:
-        run: the run to write to.
-        second_look_s: seconds until a refused item is sent again.
-
     Attributes:
-        answers: number of requests that the store has taken or answered; of answers to one question, only the first few
-            until it takes something.
-        left_out: number of items that the store has been shown to refuse.
+        answers: number of requests that the store has taken or answered. Of the answers to one question, only the first
+            few count until the store takes something.
+        left_out: number of items that the store refuses for certain.
         logged_before: what previous attempts have logged and this one must not log again.
     """
 
@@ -79,12 +75,12 @@ class Sender:
         self.suspects: list[_Suspect] = []
         self._refused: set[tuple[str, str, bool]] = set()
         self._known_good: Metric | None = None
-        self._took_at = -math.inf
+        self._last_taken_at = -math.inf
         self._stored = _StoredItems(self, run)
         self._asks_between = False
 
     def send(self, batch: Batch) -> None:
-        """Send the items of the batch that the store does not have. Each leaves the batch once done or a suspect.
+        """Send the items of the batch that the store does not have. An item that is sent or a suspect leaves the batch.
 
         Raises:
             StoreAwayError: the store is away. What remains in the batch must be sent later.
@@ -95,11 +91,11 @@ class Sender:
             if batch.doubtful:
                 batch.drop(self._stored.among(batch))
         if self._asks_between and batch.doubtful:
-            # Two servers may answer at one address in turns, and one of them may be broken. Then a write that follows
-            # an answered question would always go to the broken one. One more question changes the turn.
+            # Two servers may answer at one address in turns, and one of them may be broken. Then each write after the
+            # questions above could reach the broken one. One more question changes whose turn it is.
             with suppress(Exception):
                 self._run.client.get_run(self._run.run_id)
-        # Items like one that was refused before go into a request of their own.
+        # Items like one that was refused before get a request of their own.
         requests: dict[Any, list[Any]] = {}
         for item in batch.items:
             signature = _signature(batch.kind, item)
@@ -108,12 +104,12 @@ class Sender:
             self._deliver(batch, items)
 
     def answered(self, question: str) -> None:
-        """The store has answered a question, such as `params`."""
+        """Note that the store has answered a question, such as `params`."""
         self._answered[question] += 1
         self.answers += self._answered[question] <= _ANSWERS_THAT_COUNT
 
     def look_again(self) -> None:
-        """Send the suspects that are due again, and judge those that the store refuses again.
+        """Send those suspects again whose time has come, and judge those that the store refuses again.
 
         Raises:
             StoreAwayError: the store is away. They remain suspects.
@@ -147,7 +143,7 @@ class Sender:
         batch.drop(items)
 
     def _suspect(self, kind: str, item: Any, refusal: StoreRefusedError) -> None:
-        if time.monotonic() - self._took_at > _LATELY_S and not self._takes_others(kind):
+        if time.monotonic() - self._last_taken_at > _LATELY_S and not self._takes_others(kind):
             raise StoreAwayError(f"it refuses everything: {refusal}") from None
         is_known = _signature(kind, item) in self._refused
         if not is_known and kind == "params":  # MLflow never changes a parameter
@@ -218,13 +214,17 @@ class Sender:
             self._write_file(kind, items[0])
         with store_errors():
             if kind == "end":
-                end_run(client, run_id, items[0])
+                from mlflow.entities import RunStatus
+
+                # Not MLflow's own `set_terminated`, which also reads the run, to print where it is.
+                status = RunStatus.from_string(items[0].value)  # type: ignore[no-untyped-call]
+                client._tracking_client.store.update_run_info(run_id, status, items[0].timestamp_ms, None)
             elif kind not in _FILES:
                 arguments: dict[str, Any] = {kind: items}
                 client.log_batch(run_id, **arguments)
         self.answers += 1
         self._answered.clear()
-        self._took_at = time.monotonic()
+        self._last_taken_at = time.monotonic()
         if kind == "metrics":
             self._known_good = items[-1]
 
@@ -240,14 +240,6 @@ class Sender:
             if self._takes_others(kind):
                 raise StoreRefusedError(str(error)) from None
             raise
-
-
-def end_run(client: MlflowClient, run_id: str, end: End) -> None:
-    """Write how and when a run ended. MLflow's own `set_terminated` asks for the run first, to print where it is."""
-    from mlflow.entities import RunStatus
-
-    status = RunStatus.from_string(end.value)  # type: ignore[no-untyped-call]
-    client._tracking_client.store.update_run_info(run_id, status, end.timestamp_ms, None)
 
 
 def send_file(client: MlflowClient, run_id: str, file: Path, key: str) -> None:
@@ -290,16 +282,15 @@ class _StoredItems:
 
 
 def _point(metric: Metric) -> tuple[int, int, float | None]:
-    """The key by which two points of a metric are equal; a SQL store has its largest float in place of infinity."""
+    """A key that is the same for equal points of a metric. A SQL store has its largest float in place of infinity."""
     value = None if metric.value != metric.value else max(-sys.float_info.max, min(metric.value, sys.float_info.max))
     return metric.step, metric.timestamp, value
 
 
 def _signature(kind: str, item: Any) -> tuple[str, str, bool]:
-    """The key of items that a store refuses alike.
+    """A key that is the same for items which a store treats in the same way.
 
-    A store that refuses NaN values of a metric still takes its finite ones, so finite and other values have different
-    keys.
+    A store that refuses NaN values of a metric still takes its finite ones, so these have different keys.
     """
     return kind, item.key, is_finite(item)
 

@@ -21,7 +21,7 @@ GIT_COMMIT, GIT_BRANCH, GIT_URL = (f"mlflow.source.git.{each}" for each in ("com
 
 # The list of runs shows about half of it. MLflow's column of names holds 250 characters, Azure ML's 256.
 _NAME_LENGTH = 120
-# Where a run runs and keeps things. It says nothing about what the run does, and is often a long path.
+# Keys that say where a run runs and keeps its files. They say nothing about what it does, and are often long paths.
 _KEYS_OF_PLACES = ("output_dir", "resume", "hydra", "job", "cluster", "tracking", "checkpoint")
 # An absolute or relative path, or an address, at the start of a value or of an item in it.
 _PATH = re.compile(r"(?:^|[\s,:\[({'\"])(?:~|\.{0,2})/|://|^\w:\\|^azureml:")
@@ -32,9 +32,8 @@ _GIT_TIMEOUT_S = 5.0
 def recipe_run_name(recipe: str, overrides: Sequence[str]) -> str:
     """The recipe and what was changed in it: `resnet50_ddp model.learning_rate=0.1 trainer.max_epochs=3`.
 
-    It leaves out secrets, paths and keys that say only where it runs and where things are kept. The same recipe and
-    overrides always have the same name. If it would exceed 120 characters, it ends with the number of further
-    overrides.
+    Secrets, paths and keys that only say where it runs and keeps its files are left out. The same recipe and overrides
+    always have the same name. A name that would exceed 120 characters ends with the number of further overrides.
     """
     shown = [_printable(each) for each in overrides if _is_about_training(each)]
     name = _printable(recipe)[:_NAME_LENGTH]
@@ -62,12 +61,12 @@ def script_run_name(argv: Sequence[str] | None = None) -> str:
 
 
 def command_run_name(words: Sequence[str]) -> str:
-    """The name of a command's run, as the command itself would give it: that of its recipe, script or program.
+    """The name that a command gives its run: that of its recipe, script or program.
 
     Args:
         words: such as `azureml-strategy train resnet50_ddp seed=1`, `python train.py --lr 0.1` or `python -m tool`.
     """
-    if words[0] == "env":  # which sets variables for the command behind them
+    if words[0] == "env":  # it sets variables, and then runs the rest
         words = list(dropwhile(lambda each: "=" in each, words[1:])) or words
     match [Path(words[0]).name, *words[1:]]:
         case ["azureml-strategy", "train", recipe, *rest]:
@@ -82,7 +81,7 @@ def command_run_name(words: Sequence[str]) -> str:
 
 def command_text(words: Sequence[str]) -> str:
     """A command line for a shell, without secrets."""
-    # A path may hold bytes that are no text, which no store takes: each becomes `?`.
+    # A path may have bytes that are no text. No store takes them, so each becomes `?`.
     return shlex.join(each.encode(errors="replace").decode() for each in _without_secrets(words))
 
 
@@ -93,11 +92,10 @@ def script_command() -> str:
 
 
 def with_source_tags(tags: Mapping[str, str]) -> dict[str, str]:
-    """The tags, MLflow's own about the program that runs, and its command line and git commit.
+    """Add MLflow's own tags about the program that runs, and its command line and git commit. The given tags win.
 
-    Args:
-        tags: they win over what is found here. Those of a recipe name its command and commit already; MLflow would take
-            the commit of the folder that `azureml-strategy` is installed in.
+    The tags of a recipe have its command and commit already. MLflow would add the commit of the folder in which
+    `azureml-strategy` is installed, so its tags of the commit are left out there.
     """
     from mlflow.tracking.context.registry import resolve_tags
 
@@ -113,8 +111,8 @@ def with_source_tags(tags: Mapping[str, str]) -> dict[str, str]:
 def git_tags(folder: Path) -> dict[str, str]:
     """MLflow's tags of the git commit of a folder, and whether its checkout had uncommitted changes.
 
-    Files that git does not know are no changes. There are no tags if the folder is in no checkout, if git ignores the
-    folder, if it has no commit yet, or if git is missing or does not answer within five seconds.
+    Untracked files do not count as changes. There are no tags if the folder is in no checkout, if git ignores it, if
+    there is no commit yet, or if git is missing or does not answer within five seconds.
     """
     status = _git(folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no")
     lines = (status or "").splitlines()
@@ -131,7 +129,7 @@ def git_tags(folder: Path) -> dict[str, str]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints; None if it fails."""
+    """The output of git; None if it fails."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(
@@ -143,7 +141,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _is_about_training(override: str) -> bool:
-    """Whether an override says what is trained, and not where; and holds no secret."""
+    """Whether an override says what is trained and not where, and has no secret."""
     key, _, value = override.lstrip("+~").partition("=")
     if re.split("[./@]", key)[0] in _KEYS_OF_PLACES or _PATH.search(value.strip("'\"")):
         return False
@@ -151,14 +149,14 @@ def _is_about_training(override: str) -> bool:
 
 
 def _without_secrets(words: Sequence[str]) -> Iterator[str]:
-    """The words of a command line; the value of `--name value` goes by its name."""
+    """Redact the words of a command line. The name in `--name value` decides whether the value is a secret."""
     for before, word in pairwise(["", *words]):
         option = before.startswith("-") and "=" not in before and not word.startswith("-")
         yield str(redact(before.lstrip("-"), word)) if option else _without_secret(word)
 
 
 def _without_secret(word: str) -> str:
-    """A word of a command line; the value of `key=value` goes by its key."""
+    """Redact a word of a command line. The key in `key=value` decides whether the value is a secret."""
     key, separator, value = word.partition("=")
     name = key.lstrip("+~-")
     if not separator or not is_private_name(name):
@@ -167,5 +165,5 @@ def _without_secret(word: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """The text in one line."""
+    """The text in one line of printable characters."""
     return " ".join("".join(each if each.isprintable() else " " for each in text).split())

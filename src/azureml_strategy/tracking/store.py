@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
-# With these codes a store says that the request is wrong, so that a second attempt would fail too.
+# With these codes a store says that the request is wrong. A second attempt would fail too.
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
-# MLflow waits 120 s for an answer. A working store takes a second or two for a batch of our size.
+# MLflow waits 120 s for an answer. A working store needs a second or two for a batch of our size.
 _LONGEST_REQUEST_S = 30
-# The longest Retry-After that is obeyed, because the store may be back long before.
+# The longest Retry-After that is obeyed. The store may be back long before a longer one is over.
 _LONGEST_PAUSE_S = 60.0
 # Points of a metric in one answer; the most that MLflow's own client asks for (GET_METRIC_HISTORY_MAX_RESULTS).
 _PAGE = 25_000
@@ -32,7 +32,7 @@ class StoreRefusedError(RuntimeError):
 class StoreAwayError(RuntimeError):
     """The store does not answer as it should, so it is unknown whether it took the request.
 
-    It may ask not to be called for `pause_s`. The text has no secrets.
+    It may have asked for a pause of `pause_s` seconds. The text has no secrets.
     """
 
     def __init__(self, text: str, pause_s: float = 0.0) -> None:
@@ -63,8 +63,8 @@ def store_errors() -> Iterator[None]:
 def one_attempt_client(tracking_uri: str) -> MlflowClient:
     """MLflow's client without its own retries, which last minutes and may write a batch twice.
 
-    A request whose answer was lost looks like one that never arrived, so look up what the store has before you send it
-    again. Requests for artifacts keep the retries of the client.
+    A request whose answer was lost looks like one that never arrived. So the caller must look up what the store has
+    before it sends a request again. Requests for artifacts keep the retries of the client.
     """
     from mlflow.store.tracking.rest_store import RestStore
     from mlflow.tracking import MlflowClient
@@ -82,7 +82,7 @@ def one_attempt_client(tracking_uri: str) -> MlflowClient:
 def history_pages(client: MlflowClient, run_id: str, name: str) -> Iterator[list[Metric]]:
     """The points of a metric, a page at a time, for callers that may stop before the end.
 
-    MLflow's client itself has only a function that returns all points at once.
+    MLflow's client can only return all points at once.
 
     Raises:
         Exception: whatever MLflow raises if the store does not answer.

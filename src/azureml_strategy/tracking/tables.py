@@ -12,12 +12,9 @@ from rich.table import Table
 
 
 def print_table(table: Table, remarks: Iterable[str] = (), width: int = 100) -> None:
-    """Print a table, with a frame of ASCII characters if standard output is no terminal.
+    """Print a table. If standard output is no terminal, it has `width` characters and a frame of ASCII characters.
 
-    Args:
-        table: the table; this function sets its frame.
-        remarks: lines below it. They are not wrapped, so that a command in one can be copied.
-        width: of the table if standard output is no terminal, in characters.
+    The remarks stand below it. They are not wrapped, so that a command in one can be copied.
     """
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -29,12 +26,9 @@ def print_table(table: Table, remarks: Iterable[str] = (), width: int = 100) -> 
 
 
 def render_table(headings: Sequence[str], rows: Sequence[Sequence[object]], empty: str) -> str:
-    """A table without frames, for lists that other programs read line by line.
+    """A table without frames, for lists that other programs read line by line; `empty` if there are no rows.
 
-    Args:
-        headings: of the columns.
-        rows: a value for each column; None is left blank.
-        empty: what to return if there are no rows.
+    A value that is None is left blank.
     """
     if not rows:
         return empty

@@ -18,9 +18,17 @@ from azureml_strategy.tracking.batch import AZURE_PARAMS_PER_RUN, PARAM_VALUE_LE
 # MLflow stores steps as signed integers of 64 bits.
 _STEPS = range(-(2**63), 2**63)
 
+# What to log instead of a value of a well-known type that is not a number.
+_ADVICE: tuple[tuple[tuple[type, ...], str], ...] = (
+    ((type(None),), "leave it out, or log float('nan')"),
+    ((str, bytes), "text is no metric; use log_tags or log_hyperparams"),
+    ((complex,), "log its real and imag parts, or abs() of it"),
+    ((list, tuple, set, dict), "log each of its numbers under a name of its own, or their mean"),
+)
+
 
 class DeviceValue:
-    """A CUDA tensor of one element, which the GPU may still be computing until a while after `copy_to_host`."""
+    """A CUDA tensor of one element. The GPU may still be computing it some time after `copy_to_host`."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()
@@ -43,8 +51,8 @@ def copy_to_host(values: Iterable[Any]) -> None:
     """Queue copies of those among the values that are a `DeviceValue`, and return at once.
 
     All values of one kind become one copy into pinned memory. It is queued after the work that computes them and before
-    whatever the caller queues next, so that reading a value later waits for the copy and not for that work. The caller
-    may change the tensors in place.
+    the work that the caller queues next. So reading a value later does not wait for that next work, and the caller may
+    change the tensors in place.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[DeviceValue]] = {}
     for each in values:
@@ -53,7 +61,7 @@ def copy_to_host(values: Iterable[Any]) -> None:
     for (device, _), alike in kinds.items():
         with torch.cuda.device(device):
             joined = torch.stack([each._tensor.reshape(()) for each in alike])
-            on_host = joined.to("cpu", non_blocking=True)  # which is pinned, as torch does it for such a copy
+            on_host = joined.to("cpu", non_blocking=True)  # torch makes such a copy in pinned memory
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
         for each, number in zip(alike, on_host.unbind(), strict=True):
@@ -61,7 +69,7 @@ def copy_to_host(values: Iterable[Any]) -> None:
 
 
 def as_number(value: Any) -> SupportsFloat:
-    """Convert a value to a float, or to a `DeviceValue`, for `copy_to_host`, that reads a GPU tensor's value later.
+    """Convert a value to a float; on the GPU to a `DeviceValue`, for `copy_to_host`, which is read later.
 
     `float()` of that object waits for the GPU; this function does not. NaN and infinity are numbers, and so are True
     and False: 1.0 and 0.0.
@@ -73,12 +81,12 @@ def as_number(value: Any) -> SupportsFloat:
         return DeviceValue(value)
     if _is_array(value):
         value = _only_element(value)
-    advice = _advice(value)
+    advice = next((text for kinds, text in _ADVICE if isinstance(value, kinds)), None)
     if advice is not None:
         raise ValueError(advice)
     try:
         number = float(value)
-    except Exception as error:  # a type's own __float__ may raise anything
+    except Exception as error:  # the __float__ of a type may raise anything
         raise ValueError(f"float() says {type(error).__name__}: {error}; log a number that is made of it") from None
     if math.isinf(number) and abs(value) != math.inf:
         raise ValueError("it is too large for a float of 64 bits; log its logarithm")
@@ -110,7 +118,7 @@ def type_name(value: Any) -> str:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether it is an array or a scalar of torch, NumPy or the like, by its type: an object may make up attributes."""
+    """Whether its type is an array or scalar of torch, NumPy or the like. The object itself may make up attributes."""
     return hasattr(type(value), "item") and hasattr(type(value), "shape")
 
 
@@ -124,21 +132,8 @@ def _only_element(array: Any) -> Any:
         raise ValueError(f"its value cannot be read ({type(error).__name__}: {error}); log a plain number") from None
 
 
-def _advice(value: Any) -> str | None:
-    """What to log instead of a value of a well-known type that is not a number."""
-    if value is None:
-        return "leave it out, or log float('nan')"
-    if isinstance(value, str | bytes):
-        return "text is no metric; use log_tags or log_hyperparams"
-    if isinstance(value, complex):
-        return "log its real and imag parts, or abs() of it"
-    if isinstance(value, list | tuple | set | dict):
-        return "log each of its numbers under a name of its own, or their mean"
-    return None
-
-
 def as_texts(params: dict[str, Any] | Namespace) -> dict[str, str]:
-    """Flatten nested hyperparameters to `a/b` names with text values, without secrets and cut to the length limit."""
+    """Flatten nested hyperparameters to names `a/b` and texts, without secrets and cut to the length limit."""
     flat = flatten_dict(redact("", convert_params(params)))
     return {clean_name(name): redact_text(str(value))[:PARAM_VALUE_LENGTH] for name, value in flat.items()}
 

@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from azureml_strategy.cluster.job import format_money
-from azureml_strategy.tracking.remedies import GOOD_MFU, RUN_REMEDIES, STEP_REMEDIES, RunFacts, computing, slow_rank
+from azureml_strategy.tracking.remedies import GOOD_MFU, RunFacts, computing, run_remedies, slow_rank, step_remedies
 
 # A smaller part is not worth a change: it is within the spread between two runs of the same configuration.
 _WORTH_IT = 0.05
 # Start-up takes as long in a short run as in a long one, so it says nothing about a run that was only tried out.
 _LONG_RUN_S = 600.0
-# What the sum of shares that were logged apart, or averaged, may miss 1 by.
+# The sum of shares may differ from 1 by so much, since they were logged one by one, or averaged.
 _ROUNDING = 0.005
 # A standard error from fewer steps is unreliable itself.
 LEAST_STEPS = 12
 # A part counts if it is worth a change even when it is this many standard errors smaller than measured. The margin is
-# wide because the part that seems largest is picked out of several.
+# wide because the verdict names the largest of several parts.
 _CERTAIN = 3.0
-_WAITING = ("data_wait", "copy", "forward_wait", "host", "communication", "bubble", "optimizer", "other")
 _COMPUTING = ("forward", "backward")
-_OUTSIDE = ("startup", "validation", "checkpoint", "redone", "other")
 
 NAMES: Mapping[str, str] = {
     "data_wait": "waiting for data",
@@ -54,7 +52,7 @@ PHASES: Mapping[str, str] = {
 
 
 def whole_shares(shares: Mapping[str, float]) -> dict[str, float]:
-    """The shares of a step, if none is negative and together they are all of it; else none."""
+    """The shares of a step, if none is negative and they add up to 1; else an empty mapping."""
     is_whole = min(shares.values(), default=0.0) >= 0 and math.isclose(sum(shares.values()), 1.0, abs_tol=_ROUNDING)
     return dict(shares) if is_whole else {}
 
@@ -74,7 +72,6 @@ class Advice:
         part: its name: a part of the step, a part of the run (`startup`, ...), `slow_rank` or `computing`.
         share: the part of the run's time that would be gone if this were gone entirely, 0 to 1.
         what: what takes this time, with its share: `data: 41% of each step`.
-        why: one sentence.
         action: what to try: one or two sentences.
         saving: money that the run would have saved at most, with its currency; empty if the cost is not known.
         is_bound: whether `share` is known to bound the gain. What a network can reach at most is not known.
@@ -114,7 +111,7 @@ class Verdict:
     """
 
     headline: str
-    advice: tuple[Advice, ...] = field(default=())
+    advice: tuple[Advice, ...] = ()
     measured: bool = True
 
     @property
@@ -141,7 +138,6 @@ def judge(
         shares: parts of a step, 0 to 1, by the names in `NAMES`. They are all of it, or the wait for data alone; others
             judge nothing.
         times: seconds of the parts of the run, by the names in `PHASES`. Without them the run counts as all training.
-        facts: what else is known of the run.
         errors: standard errors of the shares, as far as they are known.
     """
     facts = facts or RunFacts()
@@ -179,28 +175,26 @@ def _headline(worth: list[Advice], shares: Mapping[str, float]) -> str:
 
 def _step_advice(shares: Mapping[str, float], training: float, facts: RunFacts) -> Iterator[Advice]:
     slow = min(facts.slow_share, shares.get("communication", 1.0)) if facts.slow_ranks else 0.0
-    for name in _WAITING:
-        # While ranks wait for a slow one, they are in a collective: that part is not the network's fault.
+    for name, (why, action) in step_remedies(facts).items():
+        # While ranks wait for a slow one, they are in a collective. That time is not the network's fault.
         share = shares.get(name, 0.0) - (slow if name == "communication" else 0.0)
         if share > 0:
-            why, action = STEP_REMEDIES[name](facts)
             yield _advice(name, share * training, f"{_WAITED_FOR[name]}: {share:.0%} of each step", why, action, facts)
     if slow:
         what = f"{', '.join(facts.slow_ranks)}: {slow:.0%} of each step"
         yield _advice("slow_rank", slow * training, what, *slow_rank(facts), facts)
     busy = sum(shares.get(name, 0.0) for name in _COMPUTING)
     if facts.mfu is not None and busy > facts.mfu / GOOD_MFU:
-        # The step would still take as long as its FLOPs take at a good utilisation.
+        # At a good utilisation, the step would still need time for its FLOPs.
         share = (busy - facts.mfu / GOOD_MFU) * training
         yield Advice("computing", share, f"MFU is {mfu_text(facts.mfu)}", *computing(facts), is_bound=False)
 
 
 def _run_advice(times: Mapping[str, float], facts: RunFacts) -> Iterator[Advice]:
-    for name in _OUTSIDE:
+    for name, (why, action) in run_remedies(facts).items():
         if name in times:
             share = times[name] / sum(times.values())
             what = f"{PHASES[name]}: {share:.0%} of its time"
-            why, action = RUN_REMEDIES[name](facts)
             yield _advice(f"run_{name}" if name == "other" else name, share, what, why, action, facts)
 
 

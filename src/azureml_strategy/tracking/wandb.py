@@ -14,7 +14,7 @@ from azureml_strategy.cluster.redaction import redact, redact_text
 from azureml_strategy.lightning_internals import convert_params
 from azureml_strategy.tracking.store import TrackingError
 
-# wandb would record the console before secrets are removed from it, and the words of the command line.
+# Otherwise wandb records the command line, and the console before secrets are removed from it.
 _SETTINGS = {"console": "off", "x_disable_meta": True}
 
 

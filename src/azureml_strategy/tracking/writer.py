@@ -1,5 +1,5 @@
-"""The background thread that writes to MLflow, so that training does not wait for it, and what SIGTERM outside of
-`fit` has it do.
+"""The background thread that writes to MLflow, so that training does not wait for it, and its flush on SIGTERM outside
+of `fit`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, T
 if TYPE_CHECKING:
     from mlflow.entities import Metric
 
-# Seconds between two attempts while the store is away: the first and the longest pause. Each is twice the previous. A
-# store that takes something in between is asked again soon.
+# Seconds between two attempts while the store is away. The first pause doubles each time, up to the longest. A store
+# that has taken something since the last attempt is tried again soon.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SOON_S = 1.0, 30.0, 0.1
-# How long the end of a run waits for a store that is known to be away; everything is in the file already.
+# How long the end of a run waits for a store that is known to be away. Everything is already in the file then.
 _PATIENCE_S = 10.0
-# What the kinds of items are called where the end of a run counts what is left.
+# The names of the kinds of items in the warning that counts what is left at the end of a run.
 _PLURALS = {
     "metrics": "points of metrics",
     "params": "parameters",
@@ -41,7 +41,7 @@ _PLURALS = {
     "artifacts": "files",
 }
 
-# Azure ML gives a preempted node about 30 seconds. Leave the larger part to everything else.
+# Azure ML gives a preempted node about 30 seconds. Most of them are left to everything else.
 _FLUSH_S = 10.0
 
 
@@ -58,7 +58,7 @@ class BatchWriter:
         second_look_s: see `Sender`.
 
     Attributes:
-        run: the run; None until it is open.
+        run: None until it is open.
         refusal: the error, if the store says that the run cannot be opened.
     """
 
@@ -84,7 +84,7 @@ class BatchWriter:
         self._leftovers = LeftoverQueues(folder, request)
         self._sender: Sender | None = None
         self._continues = False
-        # Unlike an Event, a SimpleQueue may be put to from a signal handler that interrupts its own put.
+        # Unlike an Event, a SimpleQueue allows a signal handler to `put` while it interrupts another `put`.
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._tried = threading.Event()
@@ -129,7 +129,7 @@ class BatchWriter:
             self._sender.logged_before = LoggedMetrics(self.run.client, self.run.run_id)
 
     def put(self, record: Record) -> None:
-        """Queue a record. Returns at once unless the store cannot keep up."""
+        """Queue a record. This returns at once unless the store cannot keep up."""
         if self._thread is None:
             self.start()
         elif not self._closes_at_exit:
@@ -163,14 +163,8 @@ class BatchWriter:
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until everything queued so far is written.
 
-        This method polls and does not wait on a lock, because a signal handler may call it while it runs.
-
-        Args:
-            timeout_s: seconds to wait after the last batch that the store took; at most ten if the store is known to be
-                away.
-
-        Returns:
-            Whether nothing is left.
+        It polls and does not wait on a lock, because a signal handler may call it while it runs. It gives up, and
+        returns False, if the store took nothing for `timeout_s`, or for ten seconds if the store is known to be away.
         """
         self.wake()
         progress, since = self._progress(), time.monotonic()
@@ -189,11 +183,8 @@ class BatchWriter:
     def close(self, timeout_s: float = 60.0) -> bool:
         """Flush and end the thread; a later `put` starts it again.
 
-        What could not be written goes to the file, and a warning names it. In that case the thread keeps trying until
-        the process ends.
-
-        Returns:
-            Whether everything was written.
+        What could not be written goes to the file, and a warning names it. In that case this returns False, and the
+        thread keeps trying until the process ends.
         """
         atexit.unregister(self.close)
         self._closes_at_exit = False
@@ -266,7 +257,7 @@ class BatchWriter:
         except TrackingError as error:
             self.refusal = error if self._is_watched and not self._tried.is_set() else None
             self._fail(error)
-        except Exception as error:  # whatever happens, this thread must survive it
+        except Exception as error:  # this thread must survive any error
             self._fail(StoreAwayError(redact_text(f"{type(error).__name__}: {error}")))
         finally:
             self._tried.set()
@@ -337,11 +328,16 @@ class BatchWriter:
             if not held:
                 return
             try:
-                self._offline = self._existing_queue() or self._create_queue()
-                self._offline.append(held)
+                offline = self._existing_queue()
+                if offline is None:
+                    offline = OfflineQueue.create(self._folder, self._request)
+                    if self.run is not None:
+                        offline.opened(self.run.run_id)
+                self._offline = offline
+                offline.append(held)
                 self._backlog.clear()
                 self._disk_error = ""
-            except Exception as error:  # whatever the disk does, this thread must survive it
+            except Exception as error:  # this thread must survive any error of the disk
                 for batch in held:
                     batch.doubtful = True
                 self._backlog = deque(held)
@@ -357,15 +353,9 @@ class BatchWriter:
                 self._offline, self._sent_up_to = None, 0
             return self._offline
 
-    def _create_queue(self) -> OfflineQueue:
-        offline = OfflineQueue.create(self._folder, self._request)
-        if self.run is not None:
-            offline.opened(self.run.run_id)
-        return offline
-
     def _warn_of_rest(self) -> None:
         run = f"run {self.run.run_id}" if self.run is not None else "a run that could not be opened yet"
-        with self._moving:  # else the thread may send and remove the file meanwhile
+        with self._moving:  # so that the thread does not send and remove the file meanwhile
             offline = self._existing_queue()
             counts: Counter[str] = Counter()
             for batch, _ in offline.batches(self._sent_up_to) if offline is not None else ():
@@ -384,8 +374,8 @@ class BatchWriter:
 class TerminationFlush:
     """Flushes a writer before SIGTERM's default action ends the process.
 
-    It acts only if the default action would. A handler that exists already (the user's, or Lightning's during training)
-    unwinds the process in its own way, and then `finalize` or the exit of the interpreter flushes.
+    It acts only where the default action would. Another handler (the user's, or Lightning's during training) ends the
+    process in its own way, and then `finalize` or the exit of the interpreter flushes.
     """
 
     def __init__(self, writer: BatchWriter) -> None:
@@ -406,10 +396,10 @@ class TerminationFlush:
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
         if signal.getsignal(signum) != self._on_sigterm:
-            # Lightning's handler has wrapped this one. It stops the training loop and must not be delayed.
+            # Lightning's handler calls this one. It stops the training loop and must not be delayed.
             self._writer.wake()
             return
-        if os.getpid() == self._pid:  # a forked data loader worker inherits the handler but not the writer's thread
+        if os.getpid() == self._pid:  # a forked worker of a data loader has the handler, but not the writer's thread
             self._writer.close(_FLUSH_S)
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)

@@ -48,12 +48,9 @@ _KINDS = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "16", "16-true"
 
 
 def peak_flops(device: torch.device, precision: str, convolutions: float = 0.0) -> float | None:
-    """Floating-point operations per second that a device can do; None if no peak is known.
+    """Floating-point operations per second that a GPU can do at one of Lightning's precisions; None if it is not known.
 
-    Args:
-        device: a GPU; a CPU has no peak here.
-        precision: one of Lightning's, such as `bf16-mixed`.
-        convolutions: part of the network's operations that are convolutions, 0 to 1. The others are products.
+    `convolutions` is the part of the network's operations that are convolutions, 0 to 1. The others are products.
     """
     if device.type != "cuda":
         return None
@@ -68,8 +65,8 @@ def peak_flops(device: torch.device, precision: str, convolutions: float = 0.0) 
 
 
 def products_in_tf32() -> bool:
-    """Whether cuBLAS computes products of float32 matrices in TF32, by whichever of torch's settings was used."""
-    # torch 2.8 has the older setting only. Newer ones refuse to read it once the newer one was set.
+    """Whether cuBLAS computes products of float32 matrices in TF32, by torch's newer or older setting."""
+    # torch 2.8 has the older setting only. Newer versions refuse to read it once the newer setting was used.
     newer = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     return torch.get_float32_matmul_precision() != "highest" if newer is None else newer == "tf32"
 
@@ -93,11 +90,7 @@ def gpu_peak_flops(name: str, precision: str, tf32: bool = False) -> float | Non
 
 
 class Flops(Protocol):
-    """Counts the operations of training on a batch.
-
-    Attributes:
-        convolutions: part of the operations so far that are convolutions, 0 to 1.
-    """
+    """Counts the operations of training on a batch, and the part of them so far that are convolutions, 0 to 1."""
 
     convolutions: float
 
@@ -106,7 +99,7 @@ class Flops(Protocol):
 
 
 def flops_of(module: LightningModule) -> Flops | None:
-    """Return what counts the operations of training on a batch; None if the module supports no count.
+    """Return a counter of the operations of training on a batch; None if the module supports no count.
 
     A `CountsFlops` counts by its own `training_flops`. For a `NamesInputs` torch counts, once for each shape of a
     sample. Call this before the strategy splits the module: the count is of the whole model, whichever rank computes
@@ -122,7 +115,7 @@ class _StatedFlops:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        # Layers that configure_model or lazy layers make exist only at the first batch. All other modules are counted
+        # Weights that configure_model or lazy layers make exist only at the first batch. All other modules are counted
         # now, before the strategy splits them.
         self._is_late = is_overridden("configure_model", module) or any(map(is_lazy, module.parameters()))
         self.convolutions = 0.0 if self._is_late else _convolved(module)
@@ -136,7 +129,7 @@ class _StatedFlops:
 def _convolved(module: nn.Module) -> float:
     """Part of the weights that are a convolution's, 0 to 1."""
     sizes = [
-        (each, getattr(weight, "ds_numel", weight.numel()))  # ZeRO-3 leaves no elements, and keeps their number
+        (each, getattr(weight, "ds_numel", weight.numel()))  # ZeRO-3 takes the elements away, and keeps their number
         for each in module.modules()
         for weight in each.parameters(recurse=False)
         if not is_lazy(weight)
@@ -174,7 +167,7 @@ class _FlopCounter:
                 outputs = tree_leaves(self._model(on_meta))
                 loss = torch.stack([leaf.sum() for leaf in outputs if isinstance(leaf, Tensor)]).sum()
                 loss.backward()  # type: ignore[no-untyped-call]
-        except Exception as error:  # the user's forward pass may fail in any way on meta tensors: training must go on
+        except Exception as error:  # the user's forward pass may fail in any way on meta tensors
             rank_zero_warn(
                 f"No MFU: the forward pass of {type(self._model).__name__} cannot be tried on tensors without numbers "
                 f"({type(error).__name__}: {error}). Give it a training_flops(batch), the operations of a step."

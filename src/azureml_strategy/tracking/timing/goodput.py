@@ -1,17 +1,17 @@
-"""Tells what the wall clock of one attempt of a run went into: start-up, training, validation and so on."""
+"""Tells where the time of one attempt of a run went: start-up, training, validation and so on."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from azureml_strategy.tracking.timing.meters import STEP_PARTS, Part
 from azureml_strategy.tracking.timing.steps import Breakdown
+from azureml_strategy.tracking.verdict import PHASES
 
 # Optimizer steps done so far. A restarted job learns from it what it does again.
 STEPS_DONE = "time/steps"
@@ -54,10 +54,10 @@ class WallClock:
 
 
 class GoodputMeter:
-    """The wall clock of an attempt so far. Previous attempts had done `steps_before` optimizer steps.
+    """Where the time of an attempt went so far. Previous attempts had done `steps_before` optimizer steps.
 
     Attributes:
-        may_redo: whether the next steps may be some that a previous attempt had done.
+        may_redo: whether a previous attempt may have done the next steps already.
     """
 
     def __init__(self, breakdown: Breakdown, steps_before: float = 0.0) -> None:
@@ -88,14 +88,9 @@ class GoodputMeter:
 
 def describe(clock: WallClock) -> str:
     """A line for a table: `goodput 81 %: start-up 4 %, validation 10 %, ...`, the larger parts first."""
-    names: Mapping[str, float] = {
-        "start-up": clock.startup_s,
-        "validation": clock.validation_s,
-        "checkpoints": clock.checkpoint_s,
-        "work done again": clock.redone_s,
-        "the end": clock.other_s,
-    }
-    shares = sorted(((seconds / clock.wall_s, name) for name, seconds in names.items()), reverse=True)
+    names = {**PHASES, "other": "the end"}
+    parts = [(getattr(clock, f"{phase}_s"), name) for phase, name in names.items() if phase != "training"]
+    shares = sorted(((seconds / clock.wall_s, name) for seconds, name in parts), reverse=True)
     lost = ", ".join(f"{name} {share:.1%}" for share, name in shares if share >= 0.001)
     return f"{clock.goodput:.1%} of {clock.wall_s:,.0f} s" + (f" ({lost})" if lost else "")
 

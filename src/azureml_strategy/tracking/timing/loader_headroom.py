@@ -29,7 +29,7 @@ from azureml_strategy.lightning_internals import (
 _ROUNDS = 3
 # Steps after each change that do not count, besides those whose batches are read ahead.
 _SETTLING = 3
-# How long the training waits until the workers are idle.
+# How long the training waits at most until the workers are idle.
 _MOST_WAIT_S = 20.0
 # Below this part of a step, the loader keeps up.
 _NEGLIGIBLE = 0.03
@@ -132,11 +132,9 @@ class DataHeadSpace(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last = None  # workers start
+        self._last = None  # the time until the next step, in which workers start or a validation runs, does not count
 
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last = None
+    on_validation_start = on_train_epoch_start
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -171,7 +169,7 @@ class DataHeadSpace(Callback):
         self._step, self._counted = 0, (0.0, 0)
         self._replay.repeats = self._turn % 2 == 1
         if self._replay.repeats and steps:
-            # The workers read ahead until nobody takes what they have, and cost nothing from then on.
+            # The workers read ahead until their queues are full, and take no cores from then on.
             time.sleep(min(self._prefetched * seconds / steps, _MOST_WAIT_S))
         if self._turn == 2 * _ROUNDS:
             self._replay.repeats = False
@@ -188,7 +186,7 @@ class DataHeadSpace(Callback):
 
 
 class _ReplayedBatches(Iterator[Any]):
-    """Stands between the Trainer and its loader. It passes batches on and keeps the last ones, or `repeats` these."""
+    """Stands between the Trainer and its loader. It passes batches on and keeps the last ones, or repeats these."""
 
     def __init__(self, size: int) -> None:
         self._kept: deque[Any] = deque(maxlen=size)

@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import Any, Protocol
 
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 
 class Part(IntEnum):
@@ -38,8 +39,8 @@ class Part(IntEnum):
 
 
 STEP_PARTS = tuple(Part)[:10]
-# A thread that was off its core for less than this has waited for nobody. Its time in the queue, which takes longer to
-# read, is then not read.
+# A thread that was off its core for less than this has waited for nobody. Then its time in the queue is not read, since
+# that takes longer than reading the clocks.
 _NO_WAIT_S = 10e-6
 
 
@@ -59,10 +60,17 @@ class Clock(Protocol):
         """Time between two moments that have passed."""
 
 
-class Meter(Protocol):
-    """Measures at the ends of the main spans what the host's clock does not show."""
+class Meter:
+    """Measures at the ends of the main spans what the host's clock does not show.
 
-    parts: frozenset[Part]
+    This one adds nothing to that clock. It serves a single process, and systems whose kernel does not tell how long a
+    thread sleeps.
+
+    Attributes:
+        parts: those at whose ends it measures.
+    """
+
+    parts: frozenset[Part] = frozenset()
 
     def enter(self, part: Part) -> None:
         """A main span begins."""
@@ -78,41 +86,21 @@ class Meter(Protocol):
             end: the step's end, on the clock that measures steps; by default now.
 
         Returns:
-            The step, for `seconds`; None for one that must not count, since it was measured in a way of its own.
+            The step, for `seconds`; None for a step that must not count, because measuring it has changed its times.
         """
+        return host
 
     def moments(self, step: Any) -> Iterable[Any]:
         """What the device must have passed before the times of a step can be read."""
+        return ()
 
     def seconds(self, step: Any) -> list[float]:
         """Seconds of each part of a step, all of whose `moments` have passed."""
+        times: list[float] = step
+        return times
 
 
-class PlainMeter:
-    """Adds nothing to the host's clock. It serves a single process, and systems whose kernel does not tell."""
-
-    parts: frozenset[Part] = frozenset()
-
-    def enter(self, part: Part) -> None:
-        """Do nothing."""
-
-    def leave(self) -> None:
-        """Do nothing."""
-
-    def cut(self, host: list[float], end: Any = None) -> list[float]:
-        """The host's times."""
-        return host
-
-    def moments(self, step: list[float]) -> Iterable[Any]:
-        """None: its times are known."""
-        return ()
-
-    def seconds(self, step: list[float]) -> list[float]:
-        """The step itself."""
-        return step
-
-
-class HostMeter(PlainMeter):
+class HostMeter(Meter):
     """Measures on a CPU how much of forward, backward and optimizer a rank waits for others.
 
     While the ranks exchange gradients or parameters and nothing is left to compute, the training thread sleeps. The
@@ -121,8 +109,8 @@ class HostMeter(PlainMeter):
 
     Waits in the forward pass are a part of their own, because the kernel does not say what a thread waits for. It may
     be a file, a process or a lock, or other ranks: in a collective of the script, or of a strategy that gathers
-    parameters or synchronizes buffers there. With several threads a rank and too few cores, the wait for the rank's
-    other threads is not told apart either.
+    parameters or synchronizes buffers there. Where a rank has several threads and too few cores, it may also be another
+    thread of the same rank.
     """
 
     parts = frozenset({Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER, Part.BUBBLE, Part.COMMUNICATION})
@@ -135,7 +123,7 @@ class HostMeter(PlainMeter):
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        # proc(5): the nanoseconds on a core, and in the queue for one. The first is a tick late, so it is not used.
+        # proc(5): the nanoseconds on a core, and in the queue for one. The first number is a tick late and not used.
         self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         self._inside: list[Part] = []
         self._slept = [0.0] * len(Part)
@@ -145,18 +133,18 @@ class HostMeter(PlainMeter):
         """Release the file."""
         os.close(self._file)
 
+    @override
     def enter(self, part: Part) -> None:
-        """A main span begins."""
         self._read()
         self._inside.append(part)
 
+    @override
     def leave(self) -> None:
-        """The innermost main span ends."""
         self._read()
         self._inside.pop()
 
+    @override
     def cut(self, host: list[float], end: Any = None) -> list[float]:
-        """A step ends. What the thread slept in forward, backward and optimizer, it waited."""
         for part, wait in self._waits.items():
             waited = max(0.0, min(self._slept[part], host[part]))
             host[part] -= waited
@@ -180,20 +168,18 @@ def host_meter(world_size: int) -> Meter:
     if world_size > 1:
         with suppress(OSError, ValueError, IndexError):  # another system, or a container that hides it
             meter = HostMeter()
-            meter.enter(Part.OTHER)
+            meter.enter(Part.OTHER)  # reads the file once, which may fail
             meter.leave()
             return meter
-    return PlainMeter()
+    return Meter()
 
 
 class ReducerTimes:
     """Reads from DDP's reducer how long gradients are sent while nothing computes.
 
-    It serves GPUs, where the marks of a step cannot tell communication from computing.
-
-    Args:
-        model: returns the model as the strategy has wrapped it now. Tuning and local SGD wrap it anew.
-        every: number of steps from one measured step to the next. To read one, DDP waits for the GPU.
+    It serves GPUs, where the marks of a step cannot tell communication from computing. DDP measures one step in `every`
+    steps, since it must wait for the GPU to read one. `model` returns the model as the strategy has wrapped it now:
+    tuning and local SGD wrap it anew.
     """
 
     def __init__(self, model: Callable[[], Any], every: int) -> None:

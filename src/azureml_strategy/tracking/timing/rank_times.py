@@ -36,13 +36,13 @@ from azureml_strategy.tracking.timing.stragglers import Cause, RankWindow, Slowe
 log = logging.getLogger(__name__)
 
 
-# Between two messages of a rank, in seconds, and how many ranks the store serves in one.
+# Seconds between two messages of a rank, and how many ranks the store serves in a second.
 _INTERVAL_S, _RANKS_PER_SECOND = 2.0, 200
-# Windows in a message. Rank 0 reads them long before they are pushed out.
+# A message has a rank's last windows. Rank 0 reads each of them long before newer ones have replaced it.
 _SENT_WINDOWS = 16
-# A link is judged over so many readings of its counters: one interval is too short for a steady figure.
+# A link is judged over so many readings of its counters, because one interval is too short for a steady figure.
 _LINK_READINGS = 4
-# Windows in the artifact; of two that are joined, the slower times stay.
+# Most windows in the artifact. Of two that are joined to one, the slower times stay.
 _HISTORY_WINDOWS = 500
 _CALL_S = 5.0
 _COMPUTING = (Part.FORWARD, Part.BACKWARD, Part.HOST, Part.OPTIMIZER)
@@ -63,16 +63,11 @@ def shares_one_machine(trainer: Trainer) -> bool:
 
 
 class RankTimes:
-    """This rank's times in each window, and on rank 0 those of all ranks.
+    """This rank's times in each window. Rank 0 has the times of all ranks.
 
-    A rank writes its last windows under a key of its own, on the thread of the control channel. Rank 0 reads the keys
-    on its thread of that kind. No rank waits for another, so a rank whose script has other loops than the rest delays
-    none of them.
-
-    Args:
-        trainer: of the run.
-        channel: of this process.
-        give_back: what to call in the end.
+    A rank writes its last windows under a key of its own, on the thread of the control channel. Rank 0 reads all keys
+    on its own thread of that kind. No rank waits for another, so a rank whose script has other loops than the rest
+    delays none of them. In the end, `give_back` returns the lease of the channel.
     """
 
     def __init__(self, trainer: Trainer, channel: Channel, give_back: Callable[[], None]) -> None:
@@ -89,9 +84,9 @@ class RankTimes:
         # Ranks of one group do the same work.
         self._group = strategy.pipeline_stage if isinstance(strategy, HasStages) else 0
         self._one_machine = shares_one_machine(trainer)
-        self._own: deque[RankWindow] = deque(maxlen=_SENT_WINDOWS)
+        self._own_windows: deque[RankWindow] = deque(maxlen=_SENT_WINDOWS)
         self._changed = False
-        # Rank 0's name for this fit. A store may outlive a run, with the keys of a previous attempt.
+        # Rank 0's name for this fit. A store may outlive a run, and then it has keys of a previous attempt.
         self._fit = uuid.uuid4().hex if rank == 0 else None
         self._places: dict[int, dict[str, Any]] = {}
         self._windows: dict[int, dict[int, RankWindow]] = {}
@@ -108,7 +103,7 @@ class RankTimes:
 
     @classmethod
     def join(cls, trainer: Trainer) -> RankTimes | None:
-        """Take part, without waiting for other ranks; None if there is no control channel."""
+        """Take part without waiting for other ranks. None if there is no control channel."""
         try:
             leased = lease_channel(trainer.world_size)
         except Exception as error:  # whatever it is, training can do without
@@ -117,7 +112,7 @@ class RankTimes:
         return cls(trainer, *leased) if leased is not None else None
 
     def add(self, steps: Sequence[Step], step: int) -> None:
-        """Keep this rank's times in a window, which ends at the same step on all ranks."""
+        """Keep this rank's times of a window, which ends at the same step on all ranks."""
         busiest = self._busiest
         window = RankWindow(
             step,
@@ -130,7 +125,7 @@ class RankTimes:
             self._group,
         )
         with self._lock:
-            self._own.append(window)
+            self._own_windows.append(window)
             self._changed = True
 
     def exchange(self) -> None:
@@ -143,9 +138,10 @@ class RankTimes:
     def report(self, trainer: Trainer) -> dict[str, float]:
         """Compare the ranks in the windows that are complete by now. Call it on rank 0.
 
+        Ranks that hold up the others are named on the console and in the events of the run.
+
         Returns:
-            Metrics of the last window; empty if there is none. Ranks that hold up the others are named on the console
-            and in the events of the run.
+            Metrics of the last window; empty if there is none.
         """
         metrics: dict[str, float] = {}
         while self._complete:
@@ -192,7 +188,7 @@ class RankTimes:
         self._give_back()
 
     def _exchange(self) -> None:
-        """On the channel's thread: write this rank's windows; on rank 0, read those of all others."""
+        """Write this rank's windows, or on rank 0 read the windows of all others, on the channel's thread."""
         self._read_links()
         if self._rank == 0:
             self._read_all()
@@ -203,7 +199,7 @@ class RankTimes:
             self._fit = fit
             if fit is None or not (self._changed or new):
                 return
-            message = json.dumps([self._place, [list(each.__dict__.values()) for each in self._own]])
+            message = json.dumps([self._place, [list(each.__dict__.values()) for each in self._own_windows]])
             self._changed = False
         self._store.set(f"{fit}/{self._rank}", message)
 
@@ -213,7 +209,7 @@ class RankTimes:
         keys = {f"{self._fit}/{rank}": rank for rank in range(1, self._world_size)}
         messages = self._store.get_all(list(keys))
         with self._lock:
-            self._take(0, self._place, list(self._own))
+            self._take(0, self._place, list(self._own_windows))
             for key, text in messages.items():
                 if text is not None:
                     place, windows = json.loads(text)
@@ -222,7 +218,7 @@ class RankTimes:
                 found = self._windows.pop(step)
                 self._last = step
                 self._complete.append((step, [found[rank] for rank in range(self._world_size)]))
-            # Forget windows that some rank never sends, because its clock had no whole step in them.
+            # Forget old windows that some rank never sends, because it had no whole step in them.
             for step in sorted(self._windows)[:-_SENT_WINDOWS]:
                 del self._windows[step]
 
@@ -233,7 +229,7 @@ class RankTimes:
                 self._windows.setdefault(each.step, {})[rank] = each
 
     def _read_links(self) -> None:
-        """See which connection was busiest in the last readings, and for which share of the time."""
+        """Find the connection that was busiest in the last readings, and the share of the time in which it was busy."""
         now = time.perf_counter()
         if self._links and now - self._links[-1][0] < _INTERVAL_S / 2:
             return
@@ -245,14 +241,14 @@ class RankTimes:
         if busy and now > then:
             peer = max(busy, key=lambda each: busy[each])
             self._busiest = max(busy[peer], 0.0) / (now - then), peer
-        self._place["addresses"] = sorted({link.own for link in links.values()})
+        self._place["addresses"] = sorted({link.local_address for link in links.values()})
 
     def _where(self, rank: int) -> str:
         place = self._places.get(rank, {})
         return f"{place.get('host')}, node {place.get('node')}, {place.get('device')}" if place else "unknown place"
 
     def _at(self, address: str) -> str:
-        """The host that has an address, if only one has it."""
+        """The address, with its host if exactly one host has it."""
         hosts = {place["host"] for place in self._places.values() if address in place.get("addresses", ())}
         return f"{hosts.pop()} ({address})" if len(hosts) == 1 else address
 
@@ -261,7 +257,7 @@ class History:
     """The times of all ranks over the run, in a bounded number of windows.
 
     Attributes:
-        windows: what the run's page draws: for each window the step, the time, and a number for each rank.
+        windows: for the run's page: of each window the step, the time, and numbers for each rank.
     """
 
     def __init__(self) -> None:
@@ -291,7 +287,7 @@ class History:
 
 
 def _slower(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Join two rows: the end of the second, and the slower time of each rank."""
+    """Join two rows to one that ends with the second, and has the slower time of each rank."""
     joined = dict(second)
     for name in ("compute_s", "data_wait_s", "communication_s"):
         joined[name] = [max(pair) for pair in zip(first[name], second[name], strict=True)]
@@ -307,24 +303,24 @@ class Link(NamedTuple):
     """What a process has sent to an address so far.
 
     Attributes:
-        busy_s: seconds in which bytes were under way, without those in which the other end took no more.
-        own: address at this end.
+        busy_s: seconds in which bytes were under way, without those in which the receiver took no more.
+        local_address: address at this end.
     """
 
     busy_s: float
-    own: str
+    local_address: str
 
 
 def read_links(leave_out: frozenset[int] = frozenset()) -> dict[str, Link]:
     """The connections of this process to other machines by the address there; empty on other systems than Linux.
 
-    Of several to one address, which share the link, the busiest counts. A connection within this machine crosses no
-    network, so that a loaded machine alone makes it slow. Neither counts one to a port of `leave_out`, such as the
-    store's.
+    Several connections to one address share the link, so only the busiest counts. Connections within this machine are
+    left out: they cross no network, and are slow only if the machine is loaded. So are those to the ports of
+    `leave_out`, such as the store's.
     """
     links: dict[str, Link] = {}
     for number in _sockets():
-        with suppress(OSError, struct.error):  # it has been closed since, or is no connection
+        with suppress(OSError, struct.error):  # it has been closed meanwhile, or is no connection
             peer, link = _read(number, leave_out)
             if peer and (peer not in links or link.busy_s > links[peer].busy_s):
                 links[peer] = link
@@ -341,19 +337,19 @@ def _sockets() -> list[int]:
     return found
 
 
-# Python's own socket objects would change the sockets of others: where the script has called setdefaulttimeout, making
-# one sets O_NONBLOCK, which a copy of a descriptor shares with the original. So the C library is asked itself.
+# This calls the C library, because an object of Python's `socket` could change the sockets of others: if the script has
+# called setdefaulttimeout, making the object sets O_NONBLOCK, which a copy of a descriptor shares with the original.
 def _read(number: int, leave_out: frozenset[int]) -> tuple[str, Link]:
     library = ctypes.CDLL(None)
     peer, port = _address(library.getpeername, number)
-    own, _ = _address(library.getsockname, number)
-    if not peer or port in leave_out or peer == own or ip_address(peer).is_loopback:
+    local_address, _ = _address(library.getsockname, number)
+    if not peer or port in leave_out or peer == local_address or ip_address(peer).is_loopback:
         return "", Link(0.0, "")
     info, length = ctypes.create_string_buffer(_LENGTH), ctypes.c_uint32(_LENGTH)
     if library.getsockopt(number, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(length)):
         return "", Link(0.0, "")  # a UNIX socket, or UDP
     busy_us, full_us = _BUSY_TIME.unpack_from(info.raw[: length.value], _BUSY_TIME_AT)
-    return peer, Link((busy_us - full_us) / 1e6, own)
+    return peer, Link((busy_us - full_us) / 1e6, local_address)
 
 
 def _address(ask: Callable[..., int], number: int) -> tuple[str, int]:

@@ -18,7 +18,7 @@ from azureml_strategy.lightning_internals import is_interactive
 from azureml_strategy.tracking.logger import JobMLFlowLogger
 from azureml_strategy.tracking.timing.device_meter import DeviceMeter
 from azureml_strategy.tracking.timing.goodput import STEPS_DONE, GoodputMeter, WallClock, process_age_s
-from azureml_strategy.tracking.timing.meters import Clock, HostMeter, Meter, Part, PlainMeter, ReducerTimes, host_meter
+from azureml_strategy.tracking.timing.meters import Clock, HostMeter, Meter, Part, ReducerTimes, host_meter
 from azureml_strategy.tracking.timing.rank_times import RankTimes
 from azureml_strategy.tracking.timing.span_profiler import install, remove
 from azureml_strategy.tracking.timing.steps import Breakdown, Phase, Step
@@ -28,12 +28,12 @@ from azureml_strategy.tracking.timing.stragglers import Slowest
 _UNLOGGED_STEPS = 100
 # A hook is named if it took this share of the part `OTHER` of the steps.
 _MOST = 0.5
-# Set when the first `fit` of this process has begun: the time before belongs to it.
+# When the first `fit` of this process began. The time from the start of the process until then belongs to that `fit`.
 _begun: list[float] = []
 
 
 class ManualBackward(Callback):
-    """Adds the backward passes of manual optimization to a breakdown. Lightning has no span for them."""
+    """Adds the backward passes of manual optimization to a breakdown, because Lightning has no span for them."""
 
     def __init__(self, breakdown: Breakdown) -> None:
         self._breakdown = breakdown
@@ -71,7 +71,7 @@ class RunBreakdown:
         install(trainer, self.breakdown)
 
     def train(self, trainer: Trainer, clock: Clock, every: int, loggers: Sequence[Logger]) -> None:
-        """The steps begin soon, in windows of `every`, and the process group exists. Figures go to these loggers."""
+        """Prepare for the first step, once the process group exists. A window has `every` steps; 0 means no windows."""
         meter = self._choose_meter(trainer, clock, every)
         self.breakdown.measure_by(meter)
         if self._reducer is None and not isinstance(meter, HostMeter):
@@ -86,25 +86,20 @@ class RunBreakdown:
         """A batch starts. The first one ends the start-up."""
         if not self._trains:
             self._trains = True
-            self.breakdown.begin(Phase.TRAINING)
+            self.begin(Phase.TRAINING)
 
     def step_done(self, trainer: Trainer) -> None:
         """An optimizer step is done."""
         if self._goodput.may_redo:
             self._goodput.step_done(trainer.global_step)
 
-    def validation_starts(self) -> None:
-        """Validation starts. The one before training belongs to the start-up."""
+    def begin(self, phase: Phase) -> None:
+        """The run does something else from now on. A validation before training belongs to the start-up."""
         if self._trains:
-            self.breakdown.begin(Phase.VALIDATION)
-
-    def validation_ends(self) -> None:
-        """Validation has ended."""
-        if self._trains:
-            self.breakdown.begin(Phase.TRAINING)
+            self.breakdown.begin(phase)
 
     def window(self, steps: list[Step], step: int) -> None:
-        """Share the times of a window's steps with the other ranks."""
+        """Send the other ranks the times of a window's steps."""
         if self._ranks is not None and steps:
             self._ranks.add(steps, step)
 
@@ -115,13 +110,13 @@ class RunBreakdown:
             meter.exposed_share = self._reducer.exposed_share()
 
     def last_step_done(self, trainer: Trainer) -> None:
-        """The last step is done; the other ranks may still be in theirs."""
+        """The last step of this rank is done. Other ranks may still be in their last one."""
         self.breakdown.begin(Phase.ENDING)
         if self._ranks is not None and not trainer.is_global_zero:
             self._ranks.exchange()
 
     def end(self, trainer: Trainer, loggers: Sequence[Logger]) -> None:
-        """The last step of all ranks is done, as far as this one knows."""
+        """Log a last time, with the last times of the other ranks, and keep the times of all ranks with the run."""
         if self._ranks is not None and trainer.is_global_zero:
             self._ranks.exchange()
         self.log(trainer, loggers, trainer.global_step)
@@ -140,7 +135,7 @@ class RunBreakdown:
         return f"{name}, {1e3 * line.seconds / line.calls:,.1f} ms a call"
 
     def log(self, trainer: Trainer, loggers: Sequence[Logger], step: int) -> None:
-        """Log what the wall clock went into, and what the ranks differ in."""
+        """Log where the time of the run went, and how the ranks differ."""
         metrics = self._goodput.read().as_metrics() | {STEPS_DONE: float(trainer.global_step)}
         if self._ranks is not None:
             metrics |= self._ranks.report(trainer)
@@ -148,7 +143,7 @@ class RunBreakdown:
             logger.log_metrics(metrics, step=step)
 
     def wall_clock(self) -> WallClock:
-        """What the wall clock went into so far."""
+        """Where the time of the run went so far."""
         return self._final or self._goodput.read()
 
     def close(self) -> None:
@@ -164,7 +159,7 @@ class RunBreakdown:
             self._ranks.close()
         if isinstance(self.breakdown.meter, HostMeter):
             self.breakdown.meter.close()
-            self.breakdown.measure_by(PlainMeter())
+            self.breakdown.measure_by(Meter())
 
     def _choose_meter(self, trainer: Trainer, clock: Clock, every: int) -> Meter:
         model = trainer.strategy.model
@@ -174,7 +169,7 @@ class RunBreakdown:
                 self._reducer = ReducerTimes(lambda: trainer.strategy.model, every or _UNLOGGED_STEPS)
             return DeviceMeter(clock, torch.cuda._sleep)
         if device != "cpu" or not self._is_real:
-            return PlainMeter()
+            return Meter()
         return host_meter(trainer.world_size)
 
 
@@ -182,7 +177,7 @@ def _steps_before(trainer: Trainer, loggers: Sequence[Logger]) -> float:
     """Optimizer steps that previous attempts had done, if this one goes on with their run; known on rank 0."""
     job = read_job()
     goes_on = trainer.ckpt_path is not None or (job is not None and job.attempt > 0)
-    own = [each for each in loggers if isinstance(each, JobMLFlowLogger)]
-    if not goes_on or not own or not trainer.is_global_zero:
+    run_loggers = [each for each in loggers if isinstance(each, JobMLFlowLogger)]
+    if not goes_on or not run_loggers or not trainer.is_global_zero:
         return 0.0
-    return own[0].metric_at_start(STEPS_DONE) or 0.0
+    return run_loggers[0].metric_at_start(STEPS_DONE) or 0.0

@@ -16,39 +16,33 @@ from typing import Any, NamedTuple
 
 import torch
 
-from azureml_strategy.tracking.timing.meters import Clock, Meter, Part, PlainMeter
+from azureml_strategy.tracking.timing.meters import Clock, Meter, Part
 
-# The parts of the spans of Lightning and of our pipeline, by their names. Any other span belongs to the part that it is
-# called in.
-_MEANINGS = tuple(
-    (re.compile(pattern), part)
-    for pattern, part in (
-        (r"\[_TrainingEpochLoop\]\.\w+_next", Part.DATA_WAIT),
-        (r"\[_EvaluationLoop\]\.\w+_next", Part.VALIDATION),
-        (r"\[Strategy\]\w+\.batch_to_device", Part.COPY),
-        (r"\[Strategy\]\w+\.training_step", Part.FORWARD),
-        (r"\[Strategy\]\w+\.backward|manual_backward", Part.BACKWARD),
-        (r"\[LightningModule\]\w+\.(optimizer_step|optimizer_zero_grad|configure_gradient_clipping)", Part.OPTIMIZER),
-        (r"optimizer_step", Part.OPTIMIZER),  # in manual optimization
-        (r"pipeline_schedule", Part.BUBBLE),
-        (r"pipeline_forward", Part.FORWARD),
-        (r"pipeline_backward", Part.BACKWARD),
-        (r"pipeline_reduce", Part.COMMUNICATION),
-        (r"save_checkpoint|\[\w+\].*\.on_(save|load)_checkpoint", Part.CHECKPOINT),
-        (r"\[(Callback|LightningModule|LightningDataModule)\].*\.(on_|lr_scheduler_step)\w*", Part.OTHER),
-        (r"run_training_(epoch|batch)", Part.OTHER),
-    )
-)
-# Those at whose ends a `Meter` reads more than the host's clock.
-_METERED = re.compile(
-    r"\[_TrainingEpochLoop\]\.\w+_next|\[Strategy\]\w+\.(batch_to_device|training_step|backward)"
-    r"|\[LightningModule\]\w+\.optimizer_step|optimizer_step|manual_backward|pipeline_\w+"
-)
-# The hooks of callbacks and modules in a step: their class, without the arguments in a callback's state key, and name.
+# The names of the main spans of Lightning and of our pipeline, by part. At their ends a `Meter` reads more than the
+# host's clock. `manual_backward` and `optimizer_step` without a class are those of manual optimization.
+_MAIN_SPANS = {
+    Part.DATA_WAIT: re.compile(r"\[_TrainingEpochLoop\]\.\w+_next"),
+    Part.COPY: re.compile(r"\[Strategy\]\w+\.batch_to_device"),
+    Part.FORWARD: re.compile(r"\[Strategy\]\w+\.training_step|pipeline_forward"),
+    Part.BACKWARD: re.compile(r"\[Strategy\]\w+\.backward|manual_backward|pipeline_backward"),
+    Part.OPTIMIZER: re.compile(r"(\[LightningModule\]\w+\.)?optimizer_step"),
+    Part.BUBBLE: re.compile(r"pipeline_schedule"),
+    Part.COMMUNICATION: re.compile(r"pipeline_reduce"),
+}
+# The names of other spans, by part. A span that is in neither table belongs to the part that it is called in.
+_OTHER_SPANS = {
+    Part.VALIDATION: re.compile(r"\[_EvaluationLoop\]\.\w+_next"),
+    Part.OPTIMIZER: re.compile(r"\[LightningModule\]\w+\.(optimizer_zero_grad|configure_gradient_clipping)"),
+    Part.CHECKPOINT: re.compile(r"save_checkpoint|\[\w+\].*\.on_(save|load)_checkpoint"),
+    Part.OTHER: re.compile(
+        r"\[(Callback|LightningModule|LightningDataModule)\].*\.(on_|lr_scheduler_step)\w*|run_training_(epoch|batch)"
+    ),
+}
+# The hooks of callbacks and modules in a step: the class, without arguments in a callback's state key, and the hook.
 _HOOK = re.compile(
     r"\[(?:Callback|LightningModule)\]([^{]*)(?:\{.*\})?\.(on_train_batch_(?:start|end)|on_(?:before|after)_\w+)"
 )
-# A script may make a name of its own for each step. Beyond these, names share a line.
+# A script may name a new span in each step. After so many names, all further ones share a line.
 _MOST_LINES = 1000
 
 
@@ -71,7 +65,7 @@ _ROUTES = {
 
 
 class Line:
-    """The time of one named action so far, without that of other actions inside of it. It is a context manager."""
+    """The time of one named action so far, without the actions inside of it. It is a context manager."""
 
     __slots__ = ("_breakdown", "_metered", "calls", "name", "part", "seconds")
 
@@ -81,8 +75,8 @@ class Line:
         self.name, self.part = name, part
         self.seconds, self.calls = 0.0, 0
 
-    # These two run a hundred times a step, hence without further calls. Most actions belong to the part that they are
-    # called in, so the parts are added up only where another begins.
+    # These two run a hundred times a step, so they call nothing that they can do themselves. Most actions belong to the
+    # part that they are called in, so the time of a part is added up only where another part begins.
     def __enter__(self) -> str:
         run = self._breakdown
         now = run.clock()
@@ -118,7 +112,7 @@ class Line:
 
 
 class Breakdown:
-    """The time of a run by parts and by names, on the thread that made it, since it began by the host's clock.
+    """The time of a run by parts and by names of actions, on the thread that made this object, since `begun`.
 
     Attributes:
         totals: seconds of each part so far, by the host's clock.
@@ -128,7 +122,7 @@ class Breakdown:
         self, meter: Meter | None = None, begun: float | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.clock = clock
-        self.meter: Meter = meter or PlainMeter()
+        self.meter = meter or Meter()
         self.lines: dict[str, Line] = {}
         self.totals = [0.0] * len(Part)
         self.route = _ROUTES[Phase.STARTUP]
@@ -141,20 +135,18 @@ class Breakdown:
         self._cut_at = list(self.totals)
 
     def span(self, name: str) -> AbstractContextManager[str]:
-        """What to enter for an action: its line, or on another thread nothing."""
+        """A context for an action: its line, or on another thread one that does nothing."""
         if get_ident() != self._thread:
             return nullcontext(name)
-        found = self.lines.get(name)
-        return self._add(name) if found is None else found
+        return self.lines.get(name) or self._add(name)
 
     def line(self, name: str) -> Line:
         """The line of an action."""
-        found = self.lines.get(name)
-        return self._add(name) if found is None else found
+        return self.lines.get(name) or self._add(name)
 
     @property
     def is_here(self) -> bool:
-        """Whether this thread is the one whose time this is."""
+        """Whether the caller is on the thread that is measured."""
         return get_ident() == self._thread
 
     def measure_by(self, meter: Meter) -> None:
@@ -164,7 +156,7 @@ class Breakdown:
             each._metered = self._is_metered(each.name, each.part)
 
     def checkpoints_by(self, *callbacks: str) -> None:
-        """Count these callbacks' hooks as checkpoints. Their spans begin so, such as `[Callback]ModelCheckpoint`."""
+        """Count hooks as checkpoints whose spans begin with these texts, such as `[Callback]ModelCheckpoint`."""
         self._checkpoints = callbacks
 
     def begin(self, phase: Phase) -> None:
@@ -187,23 +179,20 @@ class Breakdown:
         return self.meter.cut(parts, end)
 
     def longest_hook(self) -> tuple[str, Line] | None:
-        """The hook of a callback or module that took longest of those in steps, and its name: `Ema.on_train_batch_end`.
-
-        On a GPU it is the host's time, too.
-        """
+        """The hook in steps that took longest by the host's clock: its name, such as `Ema.on_train_batch_end`."""
         found = ((_HOOK.fullmatch(line.name), line) for line in self.lines.values() if line.part is Part.OTHER)
         hooks = [(f"{match[1].rpartition('.')[2]}.{match[2]}", line) for match, line in found if match]
         return max(hooks, key=lambda hook: hook[1].seconds, default=None)
 
     def unwind(self, line: Line) -> None:
-        """End the lines that were entered after this one and not left, as by `start` without `stop`."""
+        """End the lines that were entered after this one and not left, as after `start` without `stop`."""
         if not any(each is line for each, _ in self.stack):
             return  # it has ended already
         while self.top is not line:
             self.top.__exit__()
 
     def enter_after_hook(self, name: str) -> None:
-        """Enter a line, from a hook that Lightning has wrapped: it begins when the hook ends."""
+        """Enter a line from inside a hook that has a line itself. The new line begins when the hook ends."""
         line = self.line(name)
         line.calls += 1
         self.stack.append((line, self.part if line.part is None else line.part))
@@ -211,7 +200,7 @@ class Breakdown:
             self.meter.enter(self.stack[-1][1])
 
     def leave_before_hook(self, name: str) -> None:
-        """Leave that line, from a later hook: it has ended when the hook began."""
+        """Leave that line from inside a later hook. The line has ended when that hook began."""
         line = self.line(name)
         if self.stack and self.stack[-1][0] is line:
             self.stack.pop()
@@ -223,14 +212,15 @@ class Breakdown:
             name = "further names"
             if name in self.lines:
                 return self.lines[name]
-        part = next((part for pattern, part in _MEANINGS if pattern.fullmatch(name)), None)
+        spans = (*_MAIN_SPANS.items(), *_OTHER_SPANS.items())
+        part = next((part for part, pattern in spans if pattern.fullmatch(name)), None)
         if name.startswith(self._checkpoints):  # an empty tuple matches no name
             part = Part.CHECKPOINT
         self.lines[name] = Line(self, name, part, self._is_metered(name, part))
         return self.lines[name]
 
     def _is_metered(self, name: str, part: Part | None) -> bool:
-        return part in self.meter.parts and _METERED.fullmatch(name) is not None
+        return part in self.meter.parts and _MAIN_SPANS[part].fullmatch(name) is not None
 
 
 class HostClock:
@@ -281,7 +271,6 @@ class Step(NamedTuple):
     """One optimizer step of this rank.
 
     Attributes:
-        samples: samples of all its batches.
         seconds: from the end of the previous step to its own end.
         waited_s: the part of it that passed before its batches were ready on the device.
         flops: floating-point operations of the model on its batches; 0 if nothing counts them.
@@ -303,7 +292,7 @@ class StepRecorder:
     """Turns the moments of a training loop into steps.
 
     A step has one batch, or several with accumulated gradients. It starts at the end of the previous one, or when
-    training resumes after something else. A breakdown measures what each step spends its time on.
+    training resumes after something else. With a breakdown it also measures the parts of each step.
     """
 
     def __init__(self, clock: Clock, breakdown: Breakdown | None = None) -> None:
@@ -351,7 +340,7 @@ class StepRecorder:
             for moment in self._moments_of(done):
                 self._clock.wait_for(moment)
         steps = []
-        # All of a step's moments: a script may have switched streams within it, so that the last is not reached last.
+        # All moments of a step: if a script switches streams within it, the last moment may not be reached last.
         while self._done and all(map(self._clock.has_passed, self._moments_of(self._done[0]))):
             samples, flops, moments, parts = self._done.popleft()
             seconds = self._clock.seconds(moments[0], moments[-1])

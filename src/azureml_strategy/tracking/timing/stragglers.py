@@ -1,7 +1,7 @@
 """Decides from the times of all ranks which of them hold up the others, and by what.
 
-Ranks that wait for one another take equally long for a step. So each rank's own times count, without its waits: what it
-computes, its wait for data, and its callbacks. A rank is slow if one of these takes longer than on the other ranks.
+Ranks that wait for one another take equally long for a step. So only each rank's own times count: computing, the wait
+for data, and callbacks. A rank is slow if one of these takes longer than on the other ranks.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 Cause = Literal["compute", "data", "callbacks", "link"]
 
 # A rank is named if it was slow in so many of the last windows. One slow window may be a garbage collection, or a
 # neighbour on the machine.
 SLOW_WINDOWS, LAST_WINDOWS = 3, 4
-# Over a whole run, a rank is reported that had at least this excess in at least this share of the windows.
+# A rank is reported at the end of the run if it had at least this excess in at least this share of the windows.
 _LASTING_EXCESS, _LASTING_SHARE = 0.05, 0.75
 # A whole run must have so many windows. Of two equally fast ranks, one is the slower one in all of six windows in one
 # of 32 runs, by chance.
 _FEWEST_WINDOWS = 6
-# Of the delay of a slow link, two thirds can be measured at the rank that sends over it. The acknowledgements of the
-# other end's data come back over the link, so that end is late as well (benchmarks/slow_ranks.py).
+# The part of a delay that the rank itself shows. A slow link also delays its other end, whose data is acknowledged over
+# the link. So the rank that sends over it exceeds the others by two thirds of the delay (benchmarks/slow_ranks.py).
 _VISIBLE: Mapping[Cause, float] = {"compute": 1.0, "data": 1.0, "callbacks": 1.0, "link": 2 / 3}
 _CAUSES: tuple[Cause, ...] = get_args(Cause)
 # Shorter delays of a step are noise of the operating system.
@@ -34,8 +34,8 @@ _SHORTEST_S = 0.002
 # little by chance, so the delay must be larger while there are few.
 _NOISE_WINDOWS = 16
 _FEW_WINDOWS_MARGIN = 6.0
-# Over the whole run a delay must be so many standard errors of the median. The number is large because the worst of
-# many ranks and causes is picked out.
+# Over the whole run a delay must be so many standard errors of the median. The number is large because the report names
+# the worst of many ranks and causes.
 _LASTING_SIGMAS = 4.0
 
 
@@ -44,14 +44,14 @@ class RankWindow:
     """The times of one rank in a window: medians over its steps, in seconds a step.
 
     Attributes:
-        step: the step at which the window ended.
+        step: at which the window ended.
         compute_s: forward, backward and optimizer, without waiting.
         data_wait_s: waiting for a batch.
         callbacks_s: callbacks, loggers and the rest of the loop.
         communication_s: waiting for other ranks.
-        link_s: time that its connections had bytes under way which the network had not taken yet; None before it is
+        link_s: time in which its busiest connection had bytes that the network had not taken yet; None before it is
             known.
-        peer: address at the other end of the busiest one.
+        peer: address at the other end of that connection.
         group: ranks of one group do the same work, such as the replicas of a pipeline's stage.
     """
 
@@ -66,12 +66,12 @@ class RankWindow:
 
     @property
     def own_s(self) -> float:
-        """The rank's own time, which the others may wait for."""
+        """The time in which the rank itself works, and the others may wait for it."""
         return self.compute_s + self.data_wait_s + self.callbacks_s
 
     @property
     def whole_s(self) -> float:
-        """The step."""
+        """The time of the step."""
         return self.own_s + self.communication_s
 
     def of(self, cause: Cause) -> float | None:
@@ -86,29 +86,38 @@ class RankWindow:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that holds up the others. An excess of 0.3 prolongs the step by 30 %.
+    """A rank that holds up the others, by so many seconds a step. An excess of 0.3 prolongs the step by 30 %.
 
-    For a link, `peer` is the address at its other end.
+    A rank that is faster than the others has negative numbers. For a link, `peer` is the address at its other end.
     """
 
     rank: int
     cause: Cause
     excess: float
+    delay_s: float = 0.0
     peer: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it prolongs the step by more than noise does."""
+        return self.delay_s >= _SHORTEST_S and self.excess > 0
 
 
 class StragglerDetector:
     """Compares the ranks, window by window.
 
     Args:
-        threshold: the excess from which on a rank counts as slow; two thirds of it for a link.
+        threshold: a rank with this excess or more is slow; of a link, two thirds of it suffice.
+
+    Attributes:
+        slow: the ranks that are slow at present, each with the cause.
     """
 
     def __init__(self, threshold: float = 0.15) -> None:
         self._threshold = threshold
         self._windows: Counter[Cause] = Counter()
         self._recent: deque[set[tuple[int, Cause]]] = deque(maxlen=LAST_WINDOWS)
-        self._named: set[tuple[int, Cause]] = set()
+        self.slow: set[tuple[int, Cause]] = set()
         self._excesses: dict[tuple[int, Cause], list[float]] = defaultdict(list)
         self._delays: dict[tuple[int, Cause], deque[float]] = defaultdict(lambda: deque(maxlen=_NOISE_WINDOWS))
 
@@ -119,76 +128,55 @@ class StragglerDetector:
             The ranks that are named now, since they were slow in several windows. Each is named once, and again only
             after it was not slow any more.
         """
-        self._windows.update(cause for cause in _CAUSES if _is_known(windows, cause))
-        delays = {(each.straggler.rank, each.straggler.cause): each for each in _delays(windows)}
-        for key, delay in delays.items():
-            self._delays[key].append(delay.seconds)
-        found = {key: delay.straggler for key, delay in delays.items() if delay.counts}
+        self._windows.update(cause for cause in _CAUSES if all(window.of(cause) is not None for window in windows))
+        found = {(each.rank, each.cause): each for each in delays(windows)}
         for key, each in found.items():
+            self._delays[key].append(each.delay_s)
+        counting = {key: each for key, each in found.items() if each.counts}
+        for key, each in counting.items():
             if each.excess >= _LASTING_EXCESS * _VISIBLE[each.cause]:
                 self._excesses[key].append(each.excess)
-        slow = {key for key, each in found.items() if each.excess >= self._threshold * _VISIBLE[each.cause]}
+        slow = {key for key, each in counting.items() if each.excess >= self._threshold * _VISIBLE[each.cause]}
         self._recent.append(slow)
         counts = Counter(key for each in self._recent for key in each)
-        self._named = {key for key in self._named if counts[key]}
-        often = [key for key in slow if counts[key] >= SLOW_WINDOWS and key not in self._named]
-        new = [key for key in often if self._is_above_noise(key, len(windows))]
-        self._named |= set(new)
+        self.slow = {key for key in self.slow if counts[key]}
+        frequent = [key for key in slow if counts[key] >= SLOW_WINDOWS and key not in self.slow]
+        new = [key for key in frequent if self._is_above_noise(key, len(windows))]
+        self.slow.update(new)
         return sorted((found[key] for key in new), key=lambda each: -each.excess)
 
-    @property
-    def slow(self) -> set[tuple[int, Cause]]:
-        """The ranks that are slow at present, each with what it is slow at."""
-        return set(self._named)
-
     def lasting(self) -> list[Straggler]:
-        """The ranks that took longer in most windows of the run, even if too little to be named; the worst first."""
-        often = {
+        """The ranks that took longer in most windows of the run, the worst first. They may be too fast to be named."""
+        frequent = {
             key: each for key, each in self._excesses.items() if len(each) >= _LASTING_SHARE * self._windows[key[1]]
         }
-        sure = {key: each for key, each in often.items() if self._is_sure(key, len(each))}
-        ranks = [Straggler(rank, cause, statistics.median(each)) for (rank, cause), each in sure.items()]
+        significant = {key: each for key, each in frequent.items() if self._is_significant(key, len(each))}
+        ranks = [Straggler(rank, cause, statistics.median(each)) for (rank, cause), each in significant.items()]
         return sorted(ranks, key=lambda each: -each.excess)
 
     def _is_above_noise(self, key: tuple[int, Cause], ranks: int) -> bool:
         """Whether the delay of the last windows is more than it changes from one to the next."""
-        delays = list(self._delays[key])
+        seconds = list(self._delays[key])
         # The largest of n normal numbers is about sqrt(2 ln n) standard deviations.
-        least = math.sqrt(2 * math.log(len(_CAUSES) * ranks)) + _FEW_WINDOWS_MARGIN / (len(delays) - 1)
-        return statistics.median(delays[-LAST_WINDOWS:]) >= least * _noise(delays)
+        least = math.sqrt(2 * math.log(len(_CAUSES) * ranks)) + _FEW_WINDOWS_MARGIN / (len(seconds) - 1)
+        return statistics.median(seconds[-LAST_WINDOWS:]) >= least * _noise(seconds)
 
-    def _is_sure(self, key: tuple[int, Cause], windows: int) -> bool:
+    def _is_significant(self, key: tuple[int, Cause], windows: int) -> bool:
         """Whether the delay over so many windows of the run is more than noise."""
         if windows < _FEWEST_WINDOWS:
             return False
-        delays = self._delays[key]
+        seconds = self._delays[key]
         # The standard error of a median is 1.25 standard deviations over the root of the number.
-        return statistics.median(delays) >= _LASTING_SIGMAS * 1.25 * _noise(delays) / math.sqrt(windows)
+        return statistics.median(seconds) >= _LASTING_SIGMAS * 1.25 * _noise(seconds) / math.sqrt(windows)
 
 
-def _noise(delays: Sequence[float]) -> float:
+def _noise(seconds: Sequence[float]) -> float:
     """The median change of a delay from window to window, of two or more: about its standard deviation."""
-    return statistics.median(abs(after - before) for before, after in pairwise(delays))
+    return statistics.median(abs(after - before) for before, after in pairwise(seconds))
 
 
-def compare(windows: Sequence[RankWindow]) -> Iterator[Straggler]:
-    """Yield by how much each rank exceeds the median of the other ranks of its group, where it does."""
-    return (delay.straggler for delay in _delays(windows) if delay.counts)
-
-
-class _Delay(NamedTuple):
-    """By how many seconds a step a rank exceeds the others, which may be less than 0, and the rank with its excess."""
-
-    seconds: float
-    straggler: Straggler
-
-    @property
-    def counts(self) -> bool:
-        """Whether it prolongs the step."""
-        return self.seconds >= _SHORTEST_S and self.straggler.excess > 0
-
-
-def _delays(windows: Sequence[RankWindow]) -> Iterator[_Delay]:
+def delays(windows: Sequence[RankWindow]) -> Iterator[Straggler]:
+    """For each rank and cause, by how much it exceeds the median of the other ranks of its group."""
     groups: dict[int, list[int]] = defaultdict(list)
     for rank, window in enumerate(windows):
         groups[window.group].append(rank)
@@ -197,7 +185,7 @@ def _delays(windows: Sequence[RankWindow]) -> Iterator[_Delay]:
             yield from _delays_of_group([(rank, windows[rank]) for rank in members])
 
 
-def _delays_of_group(members: Sequence[tuple[int, RankWindow]]) -> Iterator[_Delay]:
+def _delays_of_group(members: Sequence[tuple[int, RankWindow]]) -> Iterator[Straggler]:
     whole = statistics.median(window.whole_s for _, window in members)
     own = [window.own_s for _, window in members]
     for cause in _CAUSES:
@@ -207,15 +195,11 @@ def _delays_of_group(members: Sequence[tuple[int, RankWindow]]) -> Iterator[_Del
         values = [value for _, _, value in known]
         for rank, window, value in known:
             excess_s = value - _median_without(values, value)
-            # What the step would take without this delay: at least as long as the other ranks need by themselves. Ranks
-            # that rarely synchronize do not wait for each other in it.
+            # Without this delay the step would take at least the time that the other ranks need for their own work.
+            # That counts where ranks rarely synchronize, so that they do not wait for each other within the step.
             usual = max(whole - excess_s, _median_without(own, window.own_s))
             excess = excess_s / usual if usual > 0 else 0.0
-            yield _Delay(excess_s, Straggler(rank, cause, excess, window.peer if cause == "link" else ""))
-
-
-def _is_known(windows: Sequence[RankWindow], cause: Cause) -> bool:
-    return all(window.of(cause) is not None for window in windows)
+            yield Straggler(rank, cause, excess, excess_s, window.peer if cause == "link" else "")
 
 
 def _median_without(values: Sequence[float], value: float) -> float:
@@ -247,7 +231,7 @@ _WORDS: Mapping[Cause, str] = {
 
 
 def describe(straggler: Straggler, place: str, peer: str = "") -> str:
-    """One sentence on a slow rank at a place; for a link, `peer` is the place at its other end."""
+    """One sentence on a slow rank at a place. For a link, `peer` is the place at its other end."""
     rank, cause, excess = straggler.rank, straggler.cause, straggler.excess
     link = f" to {peer or straggler.peer}" if cause == "link" and (peer or straggler.peer) else ""
     return f"rank {rank} ({place}) holds up the others by {excess:.0%} with {_WORDS[cause]}{link}"

@@ -16,12 +16,10 @@ class Totals(NamedTuple):
     """Sums over steps and ranks.
 
     Attributes:
-        steps: steps, counted once for every rank.
-        samples: samples, counted on every rank.
-        seconds: time of the steps, added up over ranks.
-        waited_s: the part of it spent waiting for data.
+        steps: each counts once for every rank.
+        waited_s: the part of `seconds` spent waiting for data.
         flops: floating-point operations of the whole model, counted on every rank for its own batches.
-        parts: seconds of each of `STEP_PARTS`, added up over ranks; empty if they are not measured.
+        parts: seconds of each of `STEP_PARTS`.
     """
 
     steps: float = 0.0
@@ -29,16 +27,14 @@ class Totals(NamedTuple):
     seconds: float = 0.0
     waited_s: float = 0.0
     flops: float = 0.0
-    parts: tuple[float, ...] = ()
+    parts: tuple[float, ...] = (0.0,) * len(STEP_PARTS)
 
     def plus(self, other: Totals) -> Totals:
         """The sum of both."""
-        if not self.parts:
-            return other._replace(**{name: getattr(self, name) + getattr(other, name) for name in self._fields[:5]})
         return Totals.from_numbers([a + b for a, b in zip(self.to_numbers(), other.to_numbers(), strict=True)])
 
     def times(self, factor: float) -> Totals:
-        """All sums, so many times."""
+        """All sums, multiplied by a factor."""
         return Totals.from_numbers([factor * each for each in self.to_numbers()])
 
     def to_numbers(self) -> list[float]:
@@ -47,7 +43,7 @@ class Totals(NamedTuple):
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[float]) -> Totals:
-        """What `to_numbers` gave."""
+        """The totals of which `to_numbers` returned these numbers."""
         steps, samples, seconds, waited_s, flops, *parts = numbers
         return cls(steps, samples, seconds, waited_s, flops, tuple(parts))
 
@@ -138,19 +134,15 @@ def summarize(
     unknown: frozenset[Part] = frozenset(),
     spread: PartSpread | None = None,
 ) -> ThroughputSummary:
-    """Compute the figures of some steps.
+    """Compute the figures of at least one step, from sums over all ranks and the seconds of each step on this rank.
 
     Ranks that share a replica read the same samples, so only `replicas / ranks` of the counted samples are different.
     The same holds for the operations. Ranks run side by side, so the elapsed time is the mean over ranks.
 
     Args:
-        totals: sums over all ranks, of at least one step.
-        step_times: seconds of each step on this rank; not empty.
-        ranks: world size.
-        replicas: data-parallel size.
         peak_flops: floating-point operations per second that one device can do, if known.
         unknown: parts of a step that are not measured.
-        spread: of this rank's steps.
+        spread: of the parts of this rank's steps, if known.
     """
     samples = totals.samples * replicas / ranks
     flops = totals.flops * replicas / ranks
@@ -170,14 +162,15 @@ def summarize(
     )
 
 
-# Shown only where there is some.
+# Parts that are shown only if they took some time.
 _RARE = (Part.FORWARD_WAIT, Part.HOST, Part.BUBBLE)
 
 
 def _shares(parts: Sequence[float], unknown: frozenset[Part]) -> dict[str, float]:
     whole = sum(parts)
-    if not whole or whole == parts[Part.OTHER]:  # a script that replaces the profiler within `fit` hides the others
+    # If a script replaces the profiler within `fit`, all time counts as `OTHER`.
+    if not whole or whole == parts[Part.OTHER]:
         return {}
-    # A part that is not measured may have its own span all the same, as a pipeline's reduction has on a GPU.
+    # An unknown part may still have some time from a span of its own, as a pipeline's reduction on a GPU.
     shown = [part for part in STEP_PARTS if parts[part] or part not in unknown.union(_RARE)]
     return whole_shares({part.label: parts[part] / whole for part in shown})

@@ -21,16 +21,13 @@ from azureml_strategy.tracking.timing.flops import Flops, flops_of, peak_flops
 from azureml_strategy.tracking.timing.goodput import WallClock
 from azureml_strategy.tracking.timing.meters import STEP_PARTS, Part
 from azureml_strategy.tracking.timing.run_breakdown import RunBreakdown
-from azureml_strategy.tracking.timing.steps import CudaClock, HostClock, Step, StepRecorder
+from azureml_strategy.tracking.timing.steps import CudaClock, HostClock, Phase, Step, StepRecorder
 from azureml_strategy.tracking.timing.stragglers import Slowest
 from azureml_strategy.tracking.timing.summary import PartSpread, ThroughputSummary, Totals, summarize
 
 
 def count_samples(batch: Any) -> int:
-    """The leading dimension of the first tensor of a batch.
-
-    Args:
-        batch: a tensor, or a mapping or sequence (nested at will) that holds one.
+    """The leading dimension of the first tensor of a batch: a tensor, or a nested mapping or sequence that holds one.
 
     Raises:
         TypeError: the batch holds no tensor with a leading dimension.
@@ -146,14 +143,14 @@ class ThroughputCallback(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # The module is still whole here: the strategy splits it later.
+        # Count the FLOPs now, while the module is whole: the strategy splits it later.
         device, precision = trainer.strategy.root_device, str(trainer.precision)
         self._flops = None
         if stage == "fit" and (self.peak_flops or peak_flops(device, precision)):
             self._flops = flops_of(pl_module)
         self._device, self._precision = device, precision
         if stage == "fit":
-            # Here, since a fit whose steps are all done already starts no training.
+            # Not when the training starts, since a fit whose steps are all done already starts no training.
             self._totals, self._step_times, self._steps, self.latest = Totals(), array("d"), 0, None
             self._spread = PartSpread()
             self._close_breakdown()  # of a previous run that failed in a way that calls no hook
@@ -203,12 +200,12 @@ class ThroughputCallback(Callback):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._breakdown is not None:
-            self._breakdown.validation_starts()
+            self._breakdown.begin(Phase.VALIDATION)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._breakdown is not None:
-            self._breakdown.validation_ends()
+            self._breakdown.begin(Phase.TRAINING)
         self._recorder.resume()
 
     @override
@@ -247,7 +244,7 @@ class ThroughputCallback(Callback):
         return self._breakdown.longest_hook() if self._breakdown is not None else ""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_breakdown": None}  # it belongs to a run of this process
+        return {**self.__dict__, "_breakdown": None}  # a copy has no part in the run of this process
 
     def _close_breakdown(self) -> None:
         if self._breakdown is not None:
@@ -275,7 +272,7 @@ class ThroughputCallback(Callback):
     def _over_ranks(self, trainer: Trainer, totals: Totals) -> Totals:
         # 64 bits: a long run's samples and seconds would lose digits in 32.
         tensor = torch.tensor(totals.to_numbers(), dtype=torch.float64, device=trainer.strategy.root_device)
-        every_rank: Any = ReduceOp.SUM  # where ranks share samples, "sum" would count one of them
+        every_rank: Any = ReduceOp.SUM  # with "sum", our strategies count ranks that share samples only once
         reduced: torch.Tensor = trainer.strategy.reduce(tensor, reduce_op=every_rank)
         return Totals.from_numbers(reduced.tolist())
 
@@ -291,7 +288,7 @@ class ThroughputCallback(Callback):
             sum(step.seconds for step in steps),
             sum(step.waited_s for step in steps),
             sum(step.flops for step in steps),
-            parts[: len(STEP_PARTS)] if self._breakdown else (),
+            parts[: len(STEP_PARTS)],
         )
         totals = mine if self._ranks == 1 else self._over_ranks(trainer, mine)
         self._totals = self._totals.plus(totals)
