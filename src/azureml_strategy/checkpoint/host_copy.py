@@ -86,7 +86,7 @@ class HostCopyBuffer:
         makers = [_take_apart(each, sources) for each in pickler.tensors]
         regions = lay_out(sources)
         self._reserve(needed_bytes(regions))
-        # A tensor that is not a view of bytes is cloned, or read from its GPU, where that takes no memory.
+        # A tensor that is not a view of bytes is cloned on the host, which takes no memory of its GPU.
         copies = {
             i: each.clone() if each.device.type in ("cpu", "meta") else each.cpu()
             for i, each in enumerate(sources)
