@@ -1,6 +1,4 @@
-"""Checks the VM size, nodes, processes and services that a job or cluster asks for, and writes them as azure-ai-ml
-arguments.
-"""
+"""Checks the VM size, nodes, processes and services of a job or cluster, and writes them as azure-ai-ml's arguments."""
 
 from __future__ import annotations
 
@@ -8,18 +6,12 @@ import datetime
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.jobs.settings import ClusterSettings, IdentitySettings, JobSettings, ServiceSettings, check_choice
 from azureml_strategy.network.vm_sizes import UnknownVMSize, VMSize, bare_name, known_vm_sizes, lookup_vm_size
 
-if TYPE_CHECKING:
-    from azure.ai.ml.entities import (
-        AmlTokenConfiguration,
-        ManagedIdentityConfiguration,
-        UserIdentityConfiguration,
-    )
 _PUBLIC_KEYS = ("ssh-", "ecdsa-", "sk-")
 TIERS = ("dedicated", "low_priority")
 SERVERLESS = "serverless"
@@ -298,9 +290,7 @@ def resources_of(cluster: ClusterSettings, job: JobSettings, size: VMSize | None
     }
 
 
-def _identity(
-    identity: IdentitySettings,
-) -> ManagedIdentityConfiguration | UserIdentityConfiguration | AmlTokenConfiguration | None:
+def _identity(identity: IdentitySettings) -> Any:
     """The identity whose rights the job has.
 
     Raises:
@@ -310,15 +300,12 @@ def _identity(
 
     if identity.client_id and identity.type != "managed":
         raise JobError(f"job.identity.client_id is for job.identity.type=managed, but the type is {identity.type!r}.")
-    if identity.type is None:
-        return None
+    check_choice("job.identity.type", identity.type, ("managed", "user_identity", "aml_token"))
     if identity.type == "managed":
         return ManagedIdentityConfiguration(client_id=identity.client_id)
     if identity.type == "user_identity":
         return UserIdentityConfiguration()
-    if identity.type == "aml_token":
-        return AmlTokenConfiguration()
-    raise JobError(f"job.identity.type is {identity.type!r}. Known: managed, user_identity, aml_token.")
+    return AmlTokenConfiguration() if identity.type else None
 
 
 def _shared_memory(size: VMSize | None) -> str:
