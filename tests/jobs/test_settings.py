@@ -20,7 +20,7 @@ def test_what_is_left_out_has_its_default_and_values_get_their_types() -> None:
     assert read_section(config, "cluster", ClusterSettings) == ClusterSettings("Standard_ND96isr_H100_v5", 4)
     job = read_section(config, "job", JobSettings)
     assert job == JobSettings(inputs={"images": InputSettings("azureml:a:1")}, tags={"n": "3"}, timeout=7)
-    assert job.workspace.settings().name is None
+    assert job.workspace.name is None
 
 
 def test_what_azure_ml_puts_in_is_left_to_it() -> None:

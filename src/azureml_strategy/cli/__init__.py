@@ -1,8 +1,8 @@
 # PYTHON_ARGCOMPLETE_OK
 """The command line `azureml-strategy VERB ...`, with one file for each verb or group of verbs.
 
-No third-party package is imported before a verb is chosen, so that `--help` answers at once. While a shell completes a
-command line, argcomplete is.
+No third-party package is imported before a verb is chosen, so that `--help` answers at once. There is one exception:
+argcomplete, while a shell completes a command line.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from azureml_strategy.cli import (
     bench,
@@ -32,7 +32,7 @@ from azureml_strategy.cli import (
     tune,
     workspace,
 )
-from azureml_strategy.cli.verbs import Parser, fail, print_uncaught, stopped
+from azureml_strategy.cli.verbs import Parser, Run, fail, print_uncaught, stopped
 from azureml_strategy.lazy import missing_extra
 
 __all__ = ["main"]
@@ -44,7 +44,7 @@ _VERBS = (
     *(cluster, data, environment, workspace),
     completion,
 )
-# For a stranger: the shortest way to a first run, and on from there.
+# Printed where no verb was typed: the shortest way to a first run, and on from there.
 _FIRST_STEPS = """\
 azureml-strategy needs a verb. A first run, of two nodes that are played on this machine:
   azureml-strategy init my_project
@@ -83,9 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         return fail(getattr(options, "parser", parser).wrong_words(unknown))
-    verb: Callable[[argparse.Namespace], int] = options.verb
+    verb: Run = options.verb
     try:
-        return verb(options)
+        return verb(options) or 0
     except KeyboardInterrupt as interrupt:
         return stopped(interrupt)
     except ModuleNotFoundError as error:

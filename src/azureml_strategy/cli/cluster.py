@@ -7,16 +7,17 @@ import sys
 
 from azureml_strategy.cli.verbs import (
     Verbs,
+    add_azure_verb,
     add_create_options,
     add_group,
-    add_verb,
     add_workspace_options,
     client,
+    from_options,
     make,
     print_text,
-    refusing,
 )
 
+_CREATE = "Make a cluster that has nodes only while there are jobs."
 _EPILOG = """\
 examples:
   azureml-strategy cluster create --size nd96isr_h100_v5 --max-nodes 4
@@ -29,25 +30,15 @@ def add_to(verbs: Verbs) -> None:
     """Add the verb and its options."""
     group = add_group(verbs, "cluster", "make, show or delete a cluster of nodes")
     _add_create(group)
-    show = add_verb(group, "show", _show, help="show one cluster, or all", description="Show one cluster, or all.")
+    show = add_azure_verb(group, "show", _show, "show one cluster, or all")
     show.add_argument("name", nargs="?", metavar="NAME", help="of the cluster; all of them by default")
-    add_workspace_options(show)
-    delete = add_verb(
-        group, "delete", _delete, help="delete a cluster", description="Delete a cluster, and end the jobs on it."
-    )
+    delete = add_azure_verb(group, "delete", _delete, "delete a cluster", "Delete a cluster, and end the jobs on it.")
     delete.add_argument("name", metavar="NAME", help="of the cluster")
-    add_workspace_options(delete)
+    add_workspace_options(*group.choices.values())
 
 
 def _add_create(group: Verbs) -> None:
-    create = add_verb(
-        group,
-        "create",
-        _create,
-        help="make a cluster",
-        description="Make a cluster that has nodes only while there are jobs.",
-        epilog=_EPILOG,
-    )
+    create = add_azure_verb(group, "create", _create, "make a cluster", _CREATE, _EPILOG)
     create.add_argument("--size", required=True, metavar="VM_SIZE", help="of each node: nd96isr_h100_v5")
     create.add_argument("--max-nodes", type=int, default=1, metavar="N", help="most nodes at a time (default 1)")
     create.add_argument("--min-nodes", type=int, default=0, metavar="N", help="nodes kept without a job (default 0)")
@@ -61,7 +52,8 @@ def _add_create(group: Verbs) -> None:
     create.add_argument("--subnet", metavar="NAME", help="subnet in it; or the subnet's resource id, without --vnet")
     create.add_argument(
         "--no-public-ip",
-        action="store_true",
+        dest="public_ip",
+        action="store_false",
         help="nodes without an address on the internet; needs --subnet or a workspace with a managed network",
     )
     create.add_argument("--identity", metavar="ID", help="managed identity of the nodes: its resource id, or: system")
@@ -69,43 +61,29 @@ def _add_create(group: Verbs) -> None:
         "--allow-ethernet", action="store_true", help="several nodes without InfiniBand are meant: see docs/cluster.md"
     )
     add_create_options(create)
-    add_workspace_options(create)
 
 
-@refusing
-def _create(options: argparse.Namespace) -> int:
+def _create(options: argparse.Namespace) -> None:
     from azureml_strategy.jobs.client import plain
     from azureml_strategy.jobs.compute import ClusterRequest, create_cluster, render_cluster
     from azureml_strategy.jobs.resources import find_size, scale_up_advice
 
-    request = ClusterRequest(
-        vm_size=options.size,
-        max_nodes=options.max_nodes,
-        min_nodes=options.min_nodes,
-        name=options.name,
-        tier=options.tier,
-        idle_seconds=options.idle_seconds,
-        region=options.region,
-        vnet=options.vnet,
-        subnet=options.subnet,
-        public_ip=not options.no_public_ip,
-        identity=options.identity,
-        allow_ethernet=options.allow_ethernet,
-        tags=dict(options.tag or ()) or None,
-    )
-    cluster = render_cluster(request)
+    cluster = render_cluster(from_options(ClusterRequest, options, vm_size=options.size))
     advice = scale_up_advice(find_size(options.size), options.max_nodes)
     if advice:
         print(f"azureml-strategy: {advice}", file=sys.stderr)
-    made = make(options, cluster, create_cluster)
-    if made is not None:
-        nodes = f"{made.min_instances} to {made.max_instances} nodes of {made.size}"
-        print_text(f"{made.name}: {plain(made.provisioning_state)}, {nodes}")
-    return 0
+    make(
+        options,
+        cluster,
+        create_cluster,
+        lambda made: (
+            f"{made.name}: {plain(made.provisioning_state)}, "
+            f"{made.min_instances} to {made.max_instances} nodes of {made.size}"
+        ),
+    )
 
 
-@refusing
-def _show(options: argparse.Namespace) -> int:
+def _show(options: argparse.Namespace) -> None:
     from azureml_strategy.jobs.client import as_yaml, plain
     from azureml_strategy.jobs.compute import list_clusters, show_cluster
     from azureml_strategy.tracking.tables import render_table
@@ -113,7 +91,7 @@ def _show(options: argparse.Namespace) -> int:
     workspace = client(options)
     if options.name:
         print_text(as_yaml(show_cluster(workspace, options.name)).rstrip())
-        return 0
+        return
     rows = [
         (
             each.name,
@@ -125,13 +103,10 @@ def _show(options: argparse.Namespace) -> int:
         for each in list_clusters(workspace)
     ]
     print_text(render_table(("name", "size", "nodes", "tier", "state"), rows, empty="The workspace has no cluster."))
-    return 0
 
 
-@refusing
-def _delete(options: argparse.Namespace) -> int:
+def _delete(options: argparse.Namespace) -> None:
     from azureml_strategy.jobs.compute import delete_cluster
 
     delete_cluster(client(options), options.name)
     print_text(f"{options.name}: deleted")
-    return 0

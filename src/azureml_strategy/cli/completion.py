@@ -10,6 +10,7 @@ from typing import Any
 
 from azureml_strategy.cli.verbs import Parser, Verbs, add_verb
 
+_DESCRIPTION = "Print the script by which a shell completes this command: verbs, options, recipes, groups, keys."
 _EPILOG = """\
 in this shell, and in every new one if the line is in the file beside it:
   eval "$(azureml-strategy completion bash)"     # ~/.bashrc
@@ -22,22 +23,15 @@ _ONE_FORM = ("cluster", "job", "trainer")
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb and its argument."""
-    verb = add_verb(
-        verbs,
-        "completion",
-        _run,
-        help="let the shell complete verbs, options, recipes and groups",
-        description="Print the script by which a shell completes this command: verbs, options, recipes, groups, keys.",
-        epilog=_EPILOG,
-    )
+    summary = "let the shell complete verbs, options, recipes and groups"
+    verb = add_verb(verbs, "completion", _run, summary, _DESCRIPTION, _EPILOG)
     verb.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish")
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> None:
     from argcomplete.shell_integration import shellcode
 
     print(shellcode(["azureml-strategy"], shell=options.shell))
-    return 0
 
 
 def complete(parser: argparse.ArgumentParser, own_parsers: Mapping[str, Callable[[], argparse.ArgumentParser]]) -> None:
@@ -45,8 +39,7 @@ def complete(parser: argparse.ArgumentParser, own_parsers: Mapping[str, Callable
 
     Args:
         parser: of the whole command line.
-        own_parsers: makes the parser of a verb that parses its words itself, with options between them, by the verb's
-            name.
+        own_parsers: by the name of each verb that `add_unparsed_verb` has added, what makes the parser of its words.
     """
     from argcomplete import autocomplete
 
@@ -73,16 +66,10 @@ def _intermixed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def candidates(
     prefix: str, action: argparse.Action, parser: argparse.ArgumentParser, parsed_args: argparse.Namespace
 ) -> Iterable[str]:
-    """The completions of a word of an argument, by the argument's metavar; a completer of argcomplete.
+    """A completer of argcomplete: the words that may stand for an argument, by the argument's metavar.
 
     `RECIPE` in it stands for a shipped recipe or a YAML file, `SCRIPT` for a Python file, `KEY=VALUE` of a positional
     for an override of a recipe, `VM_SIZE` for a size; FILE, FOLDER and PATH for a path.
-
-    Args:
-        prefix: the word so far.
-        action: the argument.
-        parser: its parser.
-        parsed_args: the arguments before; not used.
     """
     from argcomplete.completers import DirectoriesCompleter, FilesCompleter
 
@@ -118,7 +105,7 @@ def overrides(prefix: str) -> Iterator[str]:
         return
     section = prefix.partition(".")[0]
     if "." in prefix and section in _ONE_FORM:
-        names = ("plain", "default") if section == "job" else ("default",)  # the first of which the second starts from
+        names = ("plain", "default") if section == "job" else ("default",)  # the second starts from the first
         keys = (key for name in names for key in _keys(_conf(f"{section}/{name}.yaml"), section))
         yield from dict.fromkeys(f"{key}=" for key in keys if not key.endswith(".defaults"))
     elif "." not in prefix:

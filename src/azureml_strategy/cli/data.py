@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from azureml_strategy.cli.verbs import (
     Verbs,
+    add_azure_verb,
     add_create_options,
     add_dry_run,
     add_group,
@@ -19,9 +20,9 @@ from azureml_strategy.cli.verbs import (
     add_workspace_options,
     client,
     fail,
+    from_options,
     make,
     print_text,
-    refusing,
 )
 
 if TYPE_CHECKING:
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
     from azureml_strategy.data.packing.check import SetCheck
     from azureml_strategy.data.packing.pack import Packing
     from azureml_strategy.data.packing.parts import Part
-    from azureml_strategy.jobs.storage import DataRequest
+
 _NAMED = 5
-# Options of which the other kind of data knows nothing.
+# Options that are for one kind of data alone.
 _IMAGES = ("resize", "quality", "raw", "seed", "max_unreadable")
 _TEXT = ("tokenizer", "pattern", "end_of_text", "validation_fraction")
 _PACK = """\
@@ -57,11 +58,31 @@ examples:
 """
 
 
-def add_pack(group: Verbs) -> None:
-    """Add the verb `pack` and its options."""
-    verb = add_verb(
-        group, "pack", _pack, help="pack images or text into shards", description=_PACK, epilog=_PACK_EPILOG
-    )
+def add_to(verbs: Verbs) -> None:
+    """Add the verb and its options."""
+    group = add_group(verbs, "data", "pack, upload, register or show training data")
+    _add_pack(group)
+    uploaded = "Upload a folder of images or shards, or a file, and register it as a data asset."
+    upload = add_azure_verb(group, "upload", _upload, "upload a folder or file", uploaded, _EPILOG)
+    upload.add_argument("path", type=Path, metavar="PATH", help="folder or file; .amlignore in it says what stays here")
+    _add_asset_options(upload)
+    upload.add_argument("--datastore", metavar="NAME", help="where to (default: the workspace's own storage account)")
+    registered = "Register what lies in storage already as a data asset."
+    register = add_azure_verb(group, "register", _register, "register what is in storage", registered, _EPILOG)
+    register.add_argument("path", metavar="ADDRESS", help="azureml://datastores/NAME/paths/FOLDER/ or https://...")
+    register.add_argument("--file", action="store_true", help="the address is one file, not a folder")
+    _add_asset_options(register)
+    _add_attach(group)
+    shown = "Show a data asset's versions, or all there is. Show and check a packed set."
+    show = add_azure_verb(group, "show", _show, "show data, or check a packed set", shown, _EPILOG)
+    what = "of a data asset, all and the datastores by default; or the folder or address of a packed set, to check it"
+    show.add_argument("name", nargs="?", metavar="NAME", help=what)
+    show.add_argument("--quick", action="store_true", help="of a packed set read only a thousand records, not all")
+    add_workspace_options(show)
+
+
+def _add_pack(group: Verbs) -> None:
+    verb = add_verb(group, "pack", _pack, "pack images or text into shards", _PACK, _PACK_EPILOG)
     verb.add_argument("source", type=Path, metavar="SRC", help="folder of images or text")
     verb.add_argument("out", type=Path, metavar="OUT", help="folder of the packed set, made by this")
     verb.add_argument("--shard-size", type=_size, default="100MB", metavar="SIZE", help="of a shard, about (100MB)")
@@ -82,23 +103,27 @@ def add_pack(group: Verbs) -> None:
     text.add_argument("--validation-fraction", type=_fraction, default=0.05, metavar="F", help="of documents (0.05)")
 
 
-def is_packed(name: str) -> bool:
-    """Whether NAME of `data show` is a folder or an address in storage, rather than a data asset of the workspace."""
-    from azureml_strategy.data.storage import is_remote
+def _add_asset_options(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--name", required=True, metavar="NAME", help="of the data asset")
+    add_version_option(verb)
+    verb.add_argument("--description", metavar="TEXT", help="for its page")
+    add_create_options(verb)
+    add_workspace_options(verb)
 
-    return is_remote(name) or os.sep in name or Path(name).is_dir()
+
+def _add_attach(group: Verbs) -> None:
+    attached = "Make a container of a storage account known to the workspace, without the account's key."
+    attach = add_azure_verb(group, "attach", _attach, "make a storage account known", attached, _EPILOG)
+    attach.add_argument("name", metavar="NAME", help="what to call the datastore")
+    attach.add_argument("--account", required=True, metavar="NAME", help="name of the storage account")
+    attach.add_argument("--container", required=True, metavar="NAME", help="name of the blob container")
+    attach.add_argument("--description", metavar="TEXT", help="for its page")
+    add_dry_run(attach)
+    add_workspace_options(attach)
 
 
-def show_packed(address: str, quick: bool) -> int:
-    """Print what a packed set is, and check it.
-
-    Args:
-        address: of the set, or of the folder that holds the sets `train` and `val`.
-        quick: read a thousand records, not all.
-
-    Returns:
-        The exit code: 1 if something is damaged.
-    """
+def _show_packed(address: str, quick: bool) -> int:
+    """Describe and check a packed set, or the sets `train` and `val` of a folder; 1 if something is damaged."""
     from azureml_strategy.data.shard_index import ShardIndexError
     from azureml_strategy.data.storage import StorageError, is_remote
 
@@ -162,7 +187,7 @@ async def _check(address: str, quick: bool) -> SetCheck:
         await storage.close()
 
 
-def _pack(options: argparse.Namespace) -> int:
+def _pack(options: argparse.Namespace) -> int | None:
     from azureml_strategy.data.folders import DataFolderError
     from azureml_strategy.data.packing.pack import pack
     from azureml_strategy.data.packing.shards import PackError
@@ -173,11 +198,11 @@ def _pack(options: argparse.Namespace) -> int:
         indexes = pack(_packing(options))
     except (PackError, DataFolderError, ShardIndexError) as error:
         return fail(error)
-    except OSError as error:  # a file that went meanwhile, or may not be read
+    except OSError as error:  # a file that has disappeared, or may not be read
         if error.strerror is None:
             raise
         return fail(f"{error.filename or options.source}: {error.strerror}.")
-    except CorpusError as error:  # it names a recipe's keys
+    except CorpusError as error:  # its message names the keys of a recipe
         return fail(f"{error} (Here, data.pattern is --pattern, data.tokenizer is --tokenizer, and so on.)")
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt("stopped by Ctrl-C. The same command goes on where it was.") from interrupt
@@ -189,7 +214,7 @@ def _pack(options: argparse.Namespace) -> int:
             print(f"azureml-strategy: and {len(left_out) - _NAMED:,} more, which its index names", file=sys.stderr)
         shards = f"{len(index.shards):,} shard(s), {int(index.sizes.sum()) / 1e6:,.1f} MB"
         print_text(f"{options.out / part}: {len(index):,} samples in {shards}, {index.digest}")
-    return 0
+    return None
 
 
 def _packing(options: argparse.Namespace) -> Packing:
@@ -271,134 +296,50 @@ def _fraction(text: str) -> float:
     return value
 
 
-def add_to(verbs: Verbs) -> None:
-    """Add the verb and its options."""
-    group = add_group(verbs, "data", "pack, upload, register or show training data")
-    add_pack(group)
-    upload = add_verb(
-        group,
-        "upload",
-        _upload,
-        help="upload a folder or file",
-        description="Upload a folder of images or shards, or a file, and register it as a data asset.",
-        epilog=_EPILOG,
-    )
-    upload.add_argument("path", type=Path, metavar="PATH", help="folder or file; .amlignore in it says what stays here")
-    _add_asset_options(upload)
-    upload.add_argument("--datastore", metavar="NAME", help="where to (default: the workspace's own storage account)")
-    register = add_verb(
-        group,
-        "register",
-        _register,
-        help="register what is in storage",
-        description="Register what lies in storage already as a data asset.",
-        epilog=_EPILOG,
-    )
-    register.add_argument("path", metavar="ADDRESS", help="azureml://datastores/NAME/paths/FOLDER/ or https://...")
-    register.add_argument("--file", action="store_true", help="the address is one file, not a folder")
-    _add_asset_options(register)
-    _add_attach(group)
-    show = add_verb(
-        group,
-        "show",
-        _show,
-        help="show data, or check a packed set",
-        description="Show a data asset's versions, or all there is. Show and check a packed set.",
-        epilog=_EPILOG,
-    )
-    what = "of a data asset, all and the datastores by default; or the folder or address of a packed set, to check it"
-    show.add_argument("name", nargs="?", metavar="NAME", help=what)
-    show.add_argument("--quick", action="store_true", help="of a packed set read only a thousand records, not all")
-    add_workspace_options(show)
-
-
-def _add_asset_options(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--name", required=True, metavar="NAME", help="of the data asset")
-    add_version_option(verb)
-    verb.add_argument("--description", metavar="TEXT", help="for its page")
-    add_create_options(verb)
-    add_workspace_options(verb)
-
-
-def _add_attach(group: Verbs) -> None:
-    attach = add_verb(
-        group,
-        "attach",
-        _attach,
-        help="make a storage account known",
-        description="Make a container of a storage account known to the workspace, without the account's key.",
-        epilog=_EPILOG,
-    )
-    attach.add_argument("name", metavar="NAME", help="what to call the datastore")
-    attach.add_argument("--account", required=True, metavar="NAME", help="name of the storage account")
-    attach.add_argument("--container", required=True, metavar="NAME", help="name of the blob container")
-    attach.add_argument("--description", metavar="TEXT", help="for its page")
-    add_dry_run(attach)
-    add_workspace_options(attach)
-
-
-@refusing
-def _upload(options: argparse.Namespace) -> int:
-    from azureml_strategy.jobs.storage import render_upload, survey_data
+def _upload(options: argparse.Namespace) -> None:
+    from azureml_strategy.jobs.storage import DataRequest, render_upload, survey_data
 
     survey = survey_data(options.path)
     print(f"{options.path}: {survey}", file=sys.stderr)
     if survey.advice:
         print(f"azureml-strategy: {survey.advice}", file=sys.stderr)
-    return _make(options, render_upload(_request(options), options.path))
+    _make(options, render_upload(from_options(DataRequest, options), options.path))
 
 
-@refusing
-def _register(options: argparse.Namespace) -> int:
-    from azureml_strategy.jobs.storage import render_registration
+def _register(options: argparse.Namespace) -> None:
+    from azureml_strategy.jobs.storage import DataRequest, render_registration
 
-    return _make(options, render_registration(_request(options), options.path, file=options.file))
-
-
-def _request(options: argparse.Namespace) -> DataRequest:
-    from azureml_strategy.jobs.storage import DataRequest
-
-    return DataRequest(
-        name=options.name,
-        version=options.version,
-        description=options.description,
-        datastore=getattr(options, "datastore", None),
-        tags=dict(options.tag or ()) or None,
-    )
+    _make(options, render_registration(from_options(DataRequest, options), options.path, file=options.file))
 
 
-def _make(options: argparse.Namespace, data: Data) -> int:
+def _make(options: argparse.Namespace, data: Data) -> None:
     from azureml_strategy.jobs.storage import create_data
 
-    made = make(options, data, create_data)
-    if made is not None:
-        print_text(f"azureml:{made.name}:{made.version}  {made.path}")
-    return 0
+    make(options, data, create_data, lambda made: f"azureml:{made.name}:{made.version}  {made.path}")
 
 
-@refusing
-def _attach(options: argparse.Namespace) -> int:
+def _attach(options: argparse.Namespace) -> None:
     from azureml_strategy.jobs.storage import attach_datastore, render_datastore
 
     datastore = render_datastore(options.name, options.account, options.container, options.description)
-    made = make(options, datastore, attach_datastore)
-    if made is not None:
-        print_text(f"{made.name}: azureml://datastores/{made.name}/paths/")
-    return 0
+    make(options, datastore, attach_datastore, lambda made: f"{made.name}: azureml://datastores/{made.name}/paths/")
 
 
-@refusing
-def _show(options: argparse.Namespace) -> int:
-    if options.name and is_packed(options.name):
-        return show_packed(options.name, options.quick)
+def _show(options: argparse.Namespace) -> int | None:
+    name = options.name
+    if name:
+        from azureml_strategy.data.storage import is_remote
+
+        if is_remote(name) or os.sep in name or Path(name).is_dir():  # no data asset, but a packed set
+            return _show_packed(name, options.quick)
     from azureml_strategy.jobs.storage import list_data, show_data
     from azureml_strategy.tracking.tables import render_table
 
     workspace = client(options)
-    if options.name:
-        versions = [(each.version, each.type, each.path) for each in show_data(workspace, options.name)]
+    if name:
+        versions = [(each.version, each.type, each.path) for each in show_data(workspace, name)]
         print_text(render_table(("version", "type", "path"), versions, empty=""))
-        return 0
+        return None
     assets, datastores = list_data(workspace)
     rows = [(each.name, each.latest_version, each.description) for each in assets]
     print_text(render_table(("data asset", "latest", "description"), rows, empty="There are no data assets."))
@@ -406,4 +347,4 @@ def _show(options: argparse.Namespace) -> int:
         (each.name, getattr(each, "account_name", None), getattr(each, "container_name", None)) for each in datastores
     ]
     print_text("\n" + render_table(("datastore", "account", "container"), stores, empty="There are no datastores."))
-    return 0
+    return None

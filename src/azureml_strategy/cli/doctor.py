@@ -7,6 +7,7 @@ import shutil
 
 from azureml_strategy.cli.verbs import Verbs, add_verb, fail, print_text
 
+_DESCRIPTION = "Examine this machine and the job it runs: each fact with a verdict, and what to do."
 _EPILOG = """\
 examples:
   azureml-strategy doctor                     # here, or as the command of a job
@@ -18,14 +19,7 @@ exit code: 0, or 1 if there is a problem
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb and its options."""
-    verb = add_verb(
-        verbs,
-        "doctor",
-        _run,
-        help="examine this machine, its job, or an NCCL log",
-        description="Examine this machine and the job it runs: each fact with a verdict, and what to do.",
-        epilog=_EPILOG,
-    )
+    verb = add_verb(verbs, "doctor", _run, "examine this machine, its job, or an NCCL log", _DESCRIPTION, _EPILOG)
     verb.add_argument("--json", action="store_true", help="print the report as a JSON document")
     verb.add_argument("--log", metavar="FILE", help="explain an NCCL log instead; - reads standard input")
 

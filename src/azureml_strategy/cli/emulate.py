@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 
-from azureml_strategy.cli.verbs import Verbs, add_verb, fail
+from azureml_strategy.cli.verbs import Verbs, add_verb, fail, from_options
 
+_DESCRIPTION = "Run a command on emulated nodes, with the variables an Azure ML job gets."
 _EPILOG = """\
 examples:
   azureml-strategy emulate --nodes 2 --processes-per-node 2 -- python train.py
@@ -19,15 +20,8 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|)")
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb and its options."""
-    verb = add_verb(
-        verbs,
-        "emulate",
-        _run,
-        usage="azureml-strategy emulate [options] -- COMMAND ...",
-        help="run a command here as an Azure ML job would",
-        description="Run a command on emulated nodes, with the variables an Azure ML job gets.",
-        epilog=_EPILOG,
-    )
+    summary, usage = "run a command here as an Azure ML job would", "azureml-strategy emulate [options] -- COMMAND ..."
+    verb = add_verb(verbs, "emulate", _run, summary, _DESCRIPTION, _EPILOG, usage=usage)
     verb.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the job (default 1)")
     verb.add_argument(
         "--processes-per-node", type=int, default=1, metavar="N", help="processes on each node (default 1)"
@@ -70,19 +64,13 @@ def add_to(verbs: Verbs) -> None:
 def _run(options: argparse.Namespace) -> int:
     from azureml_strategy.emulator import EmulatedJob, EmulationError, Preemption, emulate
 
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
     after = options.preempt_after
     try:
-        job = EmulatedJob(
-            command=command,
-            nodes=options.nodes,
-            processes_per_node=options.processes_per_node,
-            distribution=options.distribution,
-            isolate=options.isolate,
-            bandwidth=options.bandwidth,
+        job = from_options(
+            EmulatedJob,
+            options,
+            command=options.command[1:] if options.command[:1] == ["--"] else options.command,
             preemption=None if after is None else Preemption(after, options.preempt_notice),
-            nodes_after=options.nodes_after,
-            gpus_per_node=options.gpus_per_node,
         )
         return emulate(job)
     except EmulationError as error:

@@ -6,17 +6,18 @@ import argparse
 
 from azureml_strategy.cli.verbs import (
     Verbs,
+    add_azure_verb,
     add_dry_run,
     add_group,
-    add_verb,
     add_version_option,
     add_workspace_options,
     client,
+    from_options,
     make,
     print_text,
-    refusing,
 )
 
+_BUILD = "Build an image in the workspace's registry, and register it under a name."
 _EPILOG = """\
 examples:
   azureml-strategy environment build training                       # this package's own Dockerfile
@@ -30,14 +31,7 @@ and then:
 def add_to(verbs: Verbs) -> None:
     """Add the verb and its options."""
     group = add_group(verbs, "environment", "build the image that jobs run in")
-    build = add_verb(
-        group,
-        "build",
-        _build,
-        help="build an image and register it",
-        description="Build an image in the workspace's registry, and register it under a name.",
-        epilog=_EPILOG,
-    )
+    build = add_azure_verb(group, "build", _build, "build an image and register it", _BUILD, _EPILOG)
     build.add_argument("name", metavar="NAME", help="of the environment")
     add_version_option(build)
     build.add_argument("--build", metavar="FOLDER", help="folder with a Dockerfile and what it copies")
@@ -56,24 +50,13 @@ def add_to(verbs: Verbs) -> None:
     add_workspace_options(build)
 
 
-@refusing
-def _build(options: argparse.Namespace) -> int:
+def _build(options: argparse.Namespace) -> None:
     from azureml_strategy.jobs.environments import build_environment, check_environment, render_environment
     from azureml_strategy.jobs.settings import EnvironmentSettings
 
-    settings = EnvironmentSettings(
-        image=options.image,
-        conda_file=options.conda_file,
-        build=options.build,
-        dockerfile=options.dockerfile,
-        base_image=options.base_image,
-    )
+    settings = from_options(EnvironmentSettings, options, name=None)  # NAME is what it is registered as
     environment = render_environment(settings, options.name, options.version)
-    made = make(options, environment, build_environment)
-    if made is None:
-        return 0
-    print_text(f"azureml:{made.name}:{made.version}")
-    if options.check is not None:
+    made = make(options, environment, build_environment, lambda made: f"azureml:{made.name}:{made.version}")
+    if made is not None and options.check is not None:
         job = check_environment(client(options), made, options.check or None)
         print_text(f"The image is built for the job {job}: azureml-strategy jobs logs {job} --follow")
-    return 0

@@ -22,32 +22,27 @@ examples:
 def add_to(verbs: Verbs) -> None:
     """Add the verb and its argument."""
     verb = add_verb(
-        verbs,
-        "init",
-        _run,
-        help="make a folder with a script and a recipe to start from",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
+        verbs, "init", _run, "make a folder with a script and a recipe to start from", _DESCRIPTION, _EPILOG
     )
     verb.add_argument("folder", nargs="?", type=Path, default=Path("."), metavar="FOLDER", help="default: this one")
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int | None:
     from importlib.resources import files
 
     folder: Path = options.folder
     project = files("azureml_strategy").joinpath("project")
     contents = {file.name: file.read_bytes() for file in project.iterdir() if file.is_file()}
-    there = sorted(name for name in contents if (folder / name).exists())
-    if there:
+    existing = sorted(name for name in contents if (folder / name).exists())
+    if existing:
         return fail(
-            f"{folder.absolute()} has {' and '.join(there)} already, which stays as it is. Name another folder: "
+            f"{folder.absolute()} has {' and '.join(existing)} already, which stays as it is. Name another folder: "
             "azureml-strategy init my_project"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():
-            with open(folder / name, "xb") as file:  # never over a file that has come meanwhile
+            with open(folder / name, "xb") as file:  # fails if the file has appeared meanwhile
                 file.write(content)
     except OSError as error:
         return fail(f"{folder.absolute()} cannot be written: {error}. Name another folder.")
@@ -56,4 +51,4 @@ def _run(options: argparse.Namespace) -> int:
         print(f"  cd {shlex.quote(str(folder))}")
     print("  python train.py\n  azureml-strategy emulate --nodes 2 -- python train.py")
     print("  azureml-strategy train recipe.yaml")
-    return 0
+    return None

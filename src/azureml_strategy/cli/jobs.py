@@ -5,52 +5,44 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from azureml_strategy.cli.verbs import Verbs, add_group, add_verb, add_workspace_options, client, print_text, refusing
+from azureml_strategy.cli.verbs import Verbs, add_azure_verb, add_group, add_workspace_options, client, print_text
+
+_UPLOAD = """\
+Send the metrics, parameters, tags and text files that MLflow has not taken while a run logged them. What stands \
+already is not written again, and a file is removed once all of it stands."""
 
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb and its options."""
     group = add_group(verbs, "jobs", "list, show, cancel or download jobs")
-    listing = add_verb(group, "list", _list, help="list the newest jobs", description="List the newest jobs.")
+    listing = add_azure_verb(group, "list", _list, "list the newest jobs")
     listing.add_argument("--limit", type=int, default=20, metavar="N", help="how many (default 20)")
     listing.add_argument("--experiment", metavar="NAME", help="only those of this experiment")
     listing.add_argument("--status", metavar="STATE", help="only those that are Running, Completed, Failed, ...")
-    show = add_verb(group, "show", _show, help="show a job", description="Show a job, and why it failed.")
-    logs = add_verb(
-        group, "logs", _logs, help="print a job's log", description="Print what a job's first process prints."
-    )
+    show = add_azure_verb(group, "show", _show, "show a job", "Show a job, and why it failed.")
+    logs = add_azure_verb(group, "logs", _logs, "print a job's log", "Print what a job's first process prints.")
     which = logs.add_mutually_exclusive_group()
     which.add_argument("--file", metavar="LOG", help="another log: user_logs/std_log_process_1.txt, system_logs/...")
     which.add_argument("--list", action="store_true", help="name the logs there are")
     which.add_argument("--follow", action="store_true", help="go on until the job is over")
-    cancel = add_verb(group, "cancel", _cancel, help="cancel a job", description="Cancel a job.")
-    download = add_verb(
-        group, "download", _download, help="fetch a job's files", description="Fetch the logs and files of a job."
-    )
+    cancel = add_azure_verb(group, "cancel", _cancel, "cancel a job")
+    fetched = "Fetch the logs and files of a job."
+    download = add_azure_verb(group, "download", _download, "fetch a job's files", fetched)
     what = download.add_mutually_exclusive_group()
     what.add_argument("--output", metavar="NAME", help="only this output, such as run")
     what.add_argument("--all", action="store_true", help="logs, ./outputs and every output")
     download.add_argument("--to", type=Path, default=Path("."), metavar="FOLDER", help="where to (default: here)")
-    upload = add_verb(
-        group,
-        "upload-metrics",
-        _upload_metrics,
-        help="send what a run could not log",
-        description="Send the metrics, parameters, tags and text files that MLflow has not taken while a run logged "
-        "them. What stands already is not written again, and a file is removed once all of it stands.",
-    )
+    upload = add_azure_verb(group, "upload-metrics", _upload_metrics, "send what a run could not log", _UPLOAD)
     upload.add_argument(
         "folder", nargs="?", type=Path, default=Path("."), metavar="FOLDER", help="where *.unsent.jsonl lie (here)"
     )
     upload.add_argument("--tracking-uri", metavar="URI", help="the store, where the file does not name it in full")
     for verb in (show, logs, cancel, download):
         verb.add_argument("name", metavar="JOB", help="name of the job, as `jobs list` shows it")
-    for verb in (listing, show, logs, cancel, download, upload):
-        add_workspace_options(verb)
+    add_workspace_options(*group.choices.values())
 
 
-@refusing
-def _list(options: argparse.Namespace) -> int:
+def _list(options: argparse.Namespace) -> None:
     from azureml_strategy.jobs.listing import list_jobs
     from azureml_strategy.tracking.tables import render_table
 
@@ -58,11 +50,9 @@ def _list(options: argparse.Namespace) -> int:
     rows = [(job.name, job.status, job.created, job.experiment, job.compute, job.nodes) for job in found]
     headings = ("job", "status", "created (UTC)", "experiment", "compute", "nodes")
     print_text(render_table(headings, rows, empty="There are no such jobs."))
-    return 0
 
 
-@refusing
-def _show(options: argparse.Namespace) -> int:
+def _show(options: argparse.Namespace) -> None:
     from azureml_strategy.jobs.listing import job_failure, show_job
 
     workspace = client(options)
@@ -80,10 +70,8 @@ def _show(options: argparse.Namespace) -> int:
         "Studio": job.studio_url,
     }
     print_text("\n".join(f"{name:<14}{value}" for name, value in facts.items() if value))
-    return 0
 
 
-@refusing
 def _logs(options: argparse.Namespace) -> int:
     from azureml_strategy.jobs.listing import log_files, read_log
 
@@ -103,25 +91,20 @@ def _logs(options: argparse.Namespace) -> int:
     return 0
 
 
-@refusing
-def _cancel(options: argparse.Namespace) -> int:
+def _cancel(options: argparse.Namespace) -> None:
     from azureml_strategy.jobs.listing import cancel_job
 
     job = cancel_job(client(options), options.name)
     print_text(f"{job.name}: {job.status}")
-    return 0
 
 
-@refusing
-def _download(options: argparse.Namespace) -> int:
+def _download(options: argparse.Namespace) -> None:
     from azureml_strategy.jobs.listing import download_job
 
     download_job(client(options), options.name, options.to, options.output, everything=options.all)
     print_text(f"{options.name}: fetched into {options.to}")
-    return 0
 
 
-@refusing
 def _upload_metrics(options: argparse.Namespace) -> int:
     from azureml_strategy.jobs.listing import store_address
     from azureml_strategy.tracking.offline_queue import upload_all

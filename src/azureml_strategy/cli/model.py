@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from azureml_strategy.cli.verbs import (
     Verbs,
+    add_azure_verb,
     add_checkpoint_options,
     add_create_options,
     add_group,
-    add_verb,
     add_version_option,
     add_workspace_options,
     client,
+    from_options,
     print_text,
-    refusing,
 )
 
 if TYPE_CHECKING:
     from azureml_strategy.jobs.endpoints import DeployRequest
 
-_REGISTER = """\
+_REGISTER = "Register the weights of a finished job, or of a checkpoint here, as one file."
+_REGISTER_EPILOG = """\
 examples:
   azureml-strategy model register resnet50 --job JOB
   azureml-strategy model register gpt --job JOB --checkpoint checkpoints/epoch=2-step=66.ckpt
   azureml-strategy model register resnet50 --path outputs/run/checkpoints/epoch=2-step=66.ckpt
 """
 _DEPLOY = """\
+Put a registered model behind an online endpoint, which answers requests, or a batch endpoint, which predicts for the \
+files of a folder. The scoring script and the image are ours."""
+_DEPLOY_EPILOG = """\
 examples:
   azureml-strategy model deploy resnet50 --endpoint digits --dry-run
   azureml-strategy model deploy resnet50 --endpoint digits --version 3 --deployment green --traffic 10
@@ -44,16 +49,12 @@ def add_to(verbs: Verbs) -> None:
     group = add_group(verbs, "model", "register a trained model, or deploy it")
     _add_register(group)
     _add_deploy(group)
+    add_workspace_options(*group.choices.values())
 
 
 def _add_register(group: Verbs) -> None:
-    register = add_verb(
-        group,
-        "register",
-        _register,
-        help="register the weights of a run",
-        description="Register the weights of a finished job, or of a checkpoint here, as one file.",
-        epilog=_REGISTER,
+    register = add_azure_verb(
+        group, "register", _register, "register the weights of a run", _REGISTER, _REGISTER_EPILOG
     )
     register.add_argument("name", metavar="NAME", help="of the model")
     source = register.add_mutually_exclusive_group(required=True)
@@ -65,18 +66,11 @@ def _add_register(group: Verbs) -> None:
     )
     add_version_option(register)
     add_checkpoint_options(register)
-    add_workspace_options(register)
 
 
 def _add_deploy(group: Verbs) -> None:
-    deploy = add_verb(
-        group,
-        "deploy",
-        _deploy,
-        help="put a registered model behind an endpoint",
-        description="Put a registered model behind an online endpoint, which answers requests, or a batch endpoint, "
-        "which predicts for the files of a folder. The scoring script and the image are ours.",
-        epilog=_DEPLOY,
+    deploy = add_azure_verb(
+        group, "deploy", _deploy, "put a registered model behind an endpoint", _DEPLOY, _DEPLOY_EPILOG
     )
     deploy.add_argument("name", metavar="NAME", help="of the model")
     deploy.add_argument("--endpoint", required=True, metavar="NAME", help="made unless it is there")
@@ -98,14 +92,12 @@ def _add_deploy(group: Verbs) -> None:
     batch.add_argument("--batch", action="store_true", help="a batch endpoint")
     batch.add_argument("--compute", metavar="CLUSTER", help="the cluster that predicts")
     add_create_options(deploy)
-    add_workspace_options(deploy)
 
 
-@refusing
-def _register(options: argparse.Namespace) -> int:
+def _register(options: argparse.Namespace) -> None:
     from azureml_strategy.checkpoint.module_record import module_overrides
     from azureml_strategy.jobs.deploy import CLASS_TAG
-    from azureml_strategy.jobs.register import register_checkpoint, register_run
+    from azureml_strategy.jobs.register import job_checkpoint, register_checkpoint
     from azureml_strategy.jobs.service_errors import JobError
 
     if options.path and (options.output or options.checkpoint):
@@ -114,20 +106,65 @@ def _register(options: argparse.Namespace) -> int:
         )
     workspace = client(options)
     overrides = module_overrides(options.module_class, options.input_shape, options.input_dtype)
-    how: dict[str, Any] = {"version": options.version, "trust_pickles": options.trust_pickles, "overrides": overrides}
+    source: AbstractContextManager[tuple[Path, dict[str, str] | None]]
     if options.job:
-        source = {"output": options.output or "run", "checkpoint": options.checkpoint}
-        model = register_run(workspace, options.name, options.job, **source, **how)
+        source = job_checkpoint(workspace, options.job, options.output or "run", options.checkpoint)
     else:
-        model = register_checkpoint(workspace, options.name, options.path, **how)
+        source = nullcontext((options.path, None))
+    with source as (checkpoint, tags):
+        model = register_checkpoint(
+            workspace,
+            options.name,
+            checkpoint,
+            version=options.version,
+            tags=tags,
+            trust_pickles=options.trust_pickles,
+            overrides=overrides,
+        )
     print_text(f"azureml:{model.name}:{model.version}  {model.description}")
     if CLASS_TAG not in (model.tags or {}):
         print_text("Its file does not tell the class of its module. To deploy it, register it with --module-class.")
-    return 0
 
 
-@refusing
-def _deploy(options: argparse.Namespace) -> int:
+def _deploy(options: argparse.Namespace) -> None:
+    from azureml_strategy.jobs import deploy, endpoints
+
+    _check_deploy_options(options)
+    request = from_options(endpoints.DeployRequest, options, model=options.name)
+    names = (request.endpoint, request.deployment)
+    endpoint: Any
+    deployment: Any
+    if options.batch:
+        endpoint, deployment = endpoints.render_batch(request, options.compute)
+        calls = deploy.calls_of_batch(*names)
+    else:
+        endpoint, deployment = endpoints.render_online(request)
+        calls = deploy.calls_of_online(*names)
+    if options.dry_run:
+        _print_dry_run(request, endpoint, deployment, calls)
+        return
+    workspace = client(options)
+    model = deployment.model = f"{request.model}:{deploy.check_model(workspace, request).version}"
+    made: Any
+    if options.batch:
+        made = deploy.create_batch(workspace, request, endpoint, deployment)
+        default = deploy.default_of(made)
+        if default == request.deployment:
+            state = ", the endpoint's default"
+        else:
+            state = f"; the endpoint's default stays {default}"
+            calls.append(deploy.make_default(*names))
+    else:
+        made = deploy.create_online(workspace, request, endpoint, deployment, options.traffic)
+        share = (made.traffic or {}).get(request.deployment, 0)
+        machines = f"{deployment.instance_count} {deployment.instance_type}"
+        state = f" on {machines}, {share} % of the requests to {made.scoring_uri}"
+    print_text(f"{made.name}/{deployment.name}: azureml:{model}{state}")
+    print("\n".join(calls))
+
+
+def _check_deploy_options(options: argparse.Namespace) -> None:
+    """Refuse options of the other kind of endpoint, and values that no endpoint takes."""
     from azureml_strategy.jobs.service_errors import JobError
 
     for name in _ONLINE if options.batch else _BATCH:
@@ -138,74 +175,12 @@ def _deploy(options: argparse.Namespace) -> int:
         raise JobError("A batch endpoint predicts on a cluster. Type --compute NAME; `azureml-strategy cluster show`.")
     if options.traffic is not None and not 0 <= options.traffic <= 100:
         raise JobError(f"--traffic is {options.traffic}. Give per cent, from 0 to 100.")
-    return _deploy_batch(options) if options.batch else _deploy_online(options)
 
 
-def _deploy_online(options: argparse.Namespace) -> int:
-    from azureml_strategy.jobs.deploy import calls_of_online, check_model, create_online
-    from azureml_strategy.jobs.endpoints import render_online
-
-    request = _request(options)
-    endpoint, deployment = render_online(request)
-    calls = calls_of_online(request.endpoint, request.deployment)
-    if options.dry_run:
-        return _print_dry_run(request, endpoint, deployment, calls)
-    workspace = client(options)
-    model = deployment.model = f"{request.model}:{check_model(workspace, request).version}"
-    made = create_online(workspace, request, endpoint, deployment, options.traffic)
-    share = (made.traffic or {}).get(request.deployment, 0)
-    what = f"{made.name}/{deployment.name}: azureml:{model} on {deployment.instance_count} {deployment.instance_type}"
-    print_text(f"{what}, {share} % of the requests to {made.scoring_uri}")
-    print("\n".join(calls))
-    return 0
-
-
-def _deploy_batch(options: argparse.Namespace) -> int:
-    from azureml_strategy.jobs.deploy import calls_of_batch, check_model, create_batch, default_of, make_default
-    from azureml_strategy.jobs.endpoints import render_batch
-
-    request = _request(options)
-    endpoint, deployment = render_batch(request, options.compute)
-    calls = calls_of_batch(request.endpoint, request.deployment)
-    if options.dry_run:
-        return _print_dry_run(request, endpoint, deployment, calls)
-    workspace = client(options)
-    model = deployment.model = f"{request.model}:{check_model(workspace, request).version}"
-    made = create_batch(workspace, request, endpoint, deployment)
-    default = default_of(made)
-    if default == request.deployment:
-        print_text(f"{made.name}/{deployment.name}: azureml:{model}, the endpoint's default")
-    else:
-        print_text(f"{made.name}/{deployment.name}: azureml:{model}; the endpoint's default stays {default}")
-        calls.append(make_default(request.endpoint, request.deployment))
-    print("\n".join(calls))
-    return 0
-
-
-def _request(options: argparse.Namespace) -> DeployRequest:
-    from azureml_strategy.jobs.endpoints import DeployRequest
-
-    return DeployRequest(
-        model=options.name,
-        endpoint=options.endpoint,
-        version=options.version,
-        deployment=options.deployment,
-        code=options.code,
-        requirements=options.requirements,
-        environment=options.environment,
-        instance_type=options.instance_type,
-        instance_count=options.instance_count,
-        mini_batch_size=options.mini_batch_size,
-        max_samples=options.max_samples,
-        tags=dict(options.tag or ()) or None,
-    )
-
-
-def _print_dry_run(request: DeployRequest, endpoint: Any, deployment: Any, calls: list[str]) -> int:
+def _print_dry_run(request: DeployRequest, endpoint: Any, deployment: Any, calls: list[str]) -> None:
     """Print both as YAML documents, with what they lead to as comments."""
     from azureml_strategy.jobs.endpoints import describe, document
 
     print_text(f"{document(endpoint)}---\n{document(deployment).rstrip()}")
     comments = [*describe(request, deployment), "", "Once they are made:", *calls]
     print("\n".join(f"# {line}".rstrip() for line in comments))  # it names variables that hold keys, and no key
-    return 0

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from azureml_strategy.cli.verbs import Verbs, add_verb, fail, print_text
 
+_DESCRIPTION = "Profile the next steps of a training that has ProfileSteps, as every recipe has, without a restart."
 _EPILOG = """\
 examples:
   azureml-strategy profile outputs/my_run
@@ -19,15 +20,7 @@ _PAUSE_SECONDS = 0.2
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb and its options."""
-    verb = add_verb(
-        verbs,
-        "profile",
-        _run,
-        help="profile the next steps of a running job",
-        description="Profile the next steps of a training that has ProfileSteps, as every recipe has, without a "
-        "restart.",
-        epilog=_EPILOG,
-    )
+    verb = add_verb(verbs, "profile", _run, "profile the next steps of a running job", _DESCRIPTION, _EPILOG)
     verb.add_argument("folder", type=Path, metavar="FOLDER", help="the run's folder")
     verb.add_argument("--steps", type=int, metavar="N", help="how many steps (default: 5)")
     verb.add_argument("--ranks", metavar="R,R", help="global ranks, as 0,8 or 0-3 (default: as configured)")
@@ -59,7 +52,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         while not answer.exists() and time.monotonic() < deadline:
             time.sleep(_PAUSE_SECONDS)
-    finally:  # the next job in this folder would take what nobody waits for any more
+    finally:  # else the next job in this folder would take a request for which nobody waits any more
         withdrawn = _withdraw(request)
     if not answer.exists():
         why = "not been taken, and is withdrawn: does a job with ProfileSteps run there?"
@@ -72,7 +65,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _withdraw(request: Path) -> bool:
-    """Delete a request, and return whether it was there still."""
+    """Delete a request, and return whether it still existed."""
     try:
         request.unlink()
     except FileNotFoundError:

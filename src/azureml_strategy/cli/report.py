@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from azureml_strategy.reporting.collect import RunRecord
     from azureml_strategy.reporting.page import Page
 
+_DESCRIPTION = "Write one HTML page: what a run waited for most, why, what to try and what that would gain."
 _EPILOG = """\
 examples:
   azureml-strategy report outputs/resnet50_ddp-1 # the output folder of a recipe's run
@@ -30,18 +31,12 @@ _DEFAULT = "report.html"
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb and its options."""
-    verb = add_verb(
-        verbs,
-        "report",
-        _run,
-        help="show on one page what a run waits for, or what a study or bench measured",
-        description="Write one HTML page: what a run waited for most, why, what to try and what that would gain.",
-        epilog=_EPILOG,
-    )
+    summary = "show on one page what a run waits for, or what a study or bench measured"
+    verb = add_verb(verbs, "report", _run, summary, _DESCRIPTION, _EPILOG)
     verb.add_argument("runs", nargs="+", metavar="RUN", help="run id, run folder, or JSON file of `study` or `bench`")
     verb.add_argument("--store", metavar="URI", help="where the runs are; azureml is the configured workspace")
     verb.add_argument("--output", type=Path, metavar="FILE.html", help=f"default: {_DEFAULT}, in a run's own folder")
-    # What the end of a run tells about itself, whose store still says that it runs.
+    # At the end of a run, its store still says that it runs. So the run passes its status by these.
     verb.add_argument("--status", help=argparse.SUPPRESS)
     verb.add_argument("--seconds", type=float, default=60.0, help=argparse.SUPPRESS)
 
@@ -55,7 +50,7 @@ def _run(options: argparse.Namespace) -> int:
 
     for library in ("matplotlib", "jinja2"):
         require_library(library)
-    gc.disable()  # nearly all that is made stays until the end; looking for the rest takes a fifth of the time
+    gc.disable()  # nearly all objects live until the end; collecting the rest takes a fifth of the time
     try:
         page = _page(options)
         path = options.output
@@ -114,26 +109,26 @@ def _find_run(run: str, store: str | None) -> tuple[str, str]:
 
             store = tracking_uri(connect())
         return run, resolve_tracking_uri(store)
-    place = folder / "run.json"
-    if not place.is_file():
+    file = folder / "run.json"
+    if not file.is_file():
         raise ReportError(
             f"{run} has no run.json, which a recipe's run leaves in its output folder. Name the run by its id: "
             "azureml-strategy report RUN_ID --store URI."
         )
-    found = _read_json(place)
+    found = _read_json(file)
     if not isinstance(found, dict) or not {"run_id", "store"} <= found.keys():
-        raise ReportError(f"{place} does not name a run: it needs run_id and store.")
+        raise ReportError(f"{file} does not name a run: it needs run_id and store.")
     return str(found["run_id"]), resolve_tracking_uri(store or _store_of(str(found["store"])))
 
 
 def _store_of(store: str) -> str | None:
-    """The address of a store that a file names without its secrets."""
+    """The address of a store, which a file names without the secrets in it."""
     from azureml_strategy.cluster.redaction import REDACTED
     from azureml_strategy.tracking.run import describe_store
 
-    mine = os.environ.get("MLFLOW_TRACKING_URI", "")
-    if mine and (REDACTED in store or describe_store(mine) == store):
-        return mine
+    configured = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if configured and (REDACTED in store or describe_store(configured) == store):
+        return configured
     return store
 
 

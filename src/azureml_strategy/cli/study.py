@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from azureml_strategy.cli.verbs import Verbs, add_unparsed_verb, fail, split_command, word_parser
+from azureml_strategy.cli.verbs import Verbs, add_unparsed_verb, fail, from_options, split_command, word_parser
 from azureml_strategy.command_line import is_override
 
 _EPILOG = """\
@@ -23,9 +23,7 @@ _DESCRIPTION = "Run a recipe, or a command, at several sizes and compare through
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb."""
-    add_unparsed_verb(
-        verbs, "study", _run, help="run a recipe at several sizes and compare speed and cost", description=_DESCRIPTION
-    )
+    add_unparsed_verb(verbs, "study", _run, "run a recipe at several sizes and compare speed and cost", _DESCRIPTION)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -74,20 +72,12 @@ def _run(options: argparse.Namespace) -> int:
 
     try:
         return run_study(
-            StudyOptions(
-                recipe=options.recipe,
+            from_options(
+                StudyOptions,
+                options,
                 command=command or [],
-                overrides=options.overrides,
                 nodes=parse_nodes(options.nodes),
-                processes_per_node=options.processes_per_node,
-                local=options.local,
-                steps=options.steps,
                 runs=parse_list(options.runs),
-                store=options.store,
-                price_per_hour=options.price_per_hour,
-                currency=options.currency,
-                output=options.output,
-                plot=options.plot,
             )
         )
     except (StudyError, JobError, TrackingError) as error:

@@ -11,6 +11,7 @@ from azureml_strategy.cli.verbs import (
     add_unparsed_verb,
     add_workspace_options,
     fail,
+    from_options,
     print_text,
     split_command,
     word_parser,
@@ -21,8 +22,9 @@ from azureml_strategy.command_line import is_override
 if TYPE_CHECKING:
     from azureml_strategy.jobs.hyperparameters import Sweep
     from azureml_strategy.jobs.plan import JobPlan
+    from azureml_strategy.jobs.program import ProgramData
 
-# Verbs that make sense as a job of their own.
+# Verbs that a job may run.
 _VERBS = ("bench", "doctor")
 _USAGE = """\
 azureml-strategy submit SCRIPT.py [KEY=VALUE ...] [options] [-- ARGUMENT ...]
@@ -47,11 +49,7 @@ examples:
 def add_to(verbs: Verbs) -> None:
     """Add the verb."""
     add_unparsed_verb(
-        verbs,
-        "submit",
-        _run,
-        help="submit a script, a command or a recipe as a job in Azure ML",
-        description=_DESCRIPTION,
+        verbs, "submit", _run, "submit a script, a command or a recipe as a job in Azure ML", _DESCRIPTION
     )
 
 
@@ -115,7 +113,7 @@ def _plan(options: argparse.Namespace, arguments: list[str] | None) -> JobPlan:
     Raises:
         JobError: the words name nothing to run, or two things, or one of them is invalid.
     """
-    from azureml_strategy.jobs.program import Program, ProgramData, plan_program
+    from azureml_strategy.jobs.program import Program, plan_program
     from azureml_strategy.jobs.recipe import plan_recipe
     from azureml_strategy.jobs.service_errors import JobError
 
@@ -141,6 +139,15 @@ def _plan(options: argparse.Namespace, arguments: list[str] | None) -> JobPlan:
         raise JobError("--command is the whole command line. Write the arguments into it.")
     if program in _VERBS and sweep is not None:
         raise JobError(f"`{program}` has nothing to sweep. Leave --sweep out.")
+    kind = "verb" if program in _VERBS else "script"
+    chosen = from_options(Program, options, arguments=tuple(arguments or ()), **{kind: program})
+    return plan_program(chosen, overrides, _data(options), sweep)
+
+
+def _data(options: argparse.Namespace) -> ProgramData:
+    from azureml_strategy.jobs.program import ProgramData
+    from azureml_strategy.jobs.service_errors import JobError
+
     inputs = {}
     for given in options.input:
         name, _, value = given.partition("=")
@@ -150,14 +157,7 @@ def _plan(options: argparse.Namespace, arguments: list[str] | None) -> JobPlan:
             )
         inputs[name] = value
     outputs = {name: path or None for name, _, path in (given.partition("=") for given in options.output)}
-    chosen = Program(
-        script=program if program not in _VERBS else None,
-        verb=program if program in _VERBS else None,
-        module=options.module,
-        command=options.command,
-        arguments=tuple(arguments or ()),
-    )
-    return plan_program(chosen, overrides, ProgramData(inputs, outputs), sweep)
+    return ProgramData(inputs, outputs)
 
 
 def _sweep(options: argparse.Namespace) -> Sweep | None:
@@ -170,15 +170,7 @@ def _sweep(options: argparse.Namespace) -> Sweep | None:
             if value is not None:
                 raise JobError(f"{option} is about a sweep. Say what is varied: --sweep 'lr=uniform(0.01, 0.1)'.")
         return None
-    return Sweep(
-        tuple(map(parse_parameter, options.sweep)),
-        options.sampling,
-        options.stop,
-        options.metric,
-        options.goal,
-        options.trials,
-        options.concurrent,
-    )
+    return from_options(Sweep, options, parameters=tuple(map(parse_parameter, options.sweep)))
 
 
 def _print_job(plan: JobPlan, name: str | None) -> int:
@@ -190,7 +182,7 @@ def _print_job(plan: JobPlan, name: str | None) -> int:
     for note in plan.notes:
         _print_note(note)
     if snapshot is not None:
-        _print_note(". ".join(filter(None, [snapshot.describe(), snapshot.advice()])))
+        _print_note(snapshot.report())
     for line in summarize(plan, job, price):
         _print_note(line)
     print_text(text.rstrip())
@@ -214,9 +206,7 @@ def _submit(plan: JobPlan, options: argparse.Namespace) -> int:
 
     job = submit_plan(plan, workspace=workspace_of(options), name=options.name, tell=_print_note)
     print_text(f"{job.name}\n{job.studio_url}")
-    if not options.follow:
-        return 0
-    return 0 if follow_job(job) == "Completed" else 1
+    return 1 if options.follow and follow_job(job) != "Completed" else 0
 
 
 def _print_note(line: str) -> None:

@@ -7,6 +7,7 @@ import textwrap
 
 from azureml_strategy.cli.verbs import Verbs, add_recipe_arguments, add_verb, fail
 
+_DESCRIPTION = "Train a recipe: a shipped one by name, or your own YAML file by path."
 _EPILOG = """\
 examples:
   azureml-strategy train resnet50_ddp trainer.max_epochs=1 data.batch_size=64
@@ -20,21 +21,14 @@ examples:
 
 def add_to(verbs: Verbs) -> None:
     """Add both verbs, and the options of `train`."""
-    verb = add_verb(
-        verbs,
-        "train",
-        _train,
-        usage="azureml-strategy train RECIPE [KEY=VALUE ...]",
-        help="train a recipe",
-        description="Train a recipe: a shipped one by name, or your own YAML file by path.",
-        epilog=_EPILOG,
-    )
+    usage = "azureml-strategy train RECIPE [KEY=VALUE ...]"
+    verb = add_verb(verbs, "train", _train, "train a recipe", _DESCRIPTION, _EPILOG, usage=usage)
     verb.details = _choices
     verb.about_options = "Hydra's flags follow the recipe: azureml-strategy train RECIPE -m seed=1,2."
     add_recipe_arguments(
         verb, nargs=argparse.REMAINDER, help="what to change, in Hydra's notation; Hydra's own flags work too"
     )
-    add_verb(verbs, "recipes", _list, help="list the shipped recipes", description="List the shipped recipes.")
+    add_verb(verbs, "recipes", _list, "list the shipped recipes")
 
 
 def _choices() -> str:
@@ -50,7 +44,7 @@ def _wrapped(name: str, text: str) -> str:
     return textwrap.fill(text, 118, initial_indent=f"  {name:22}", subsequent_indent=" " * 24)
 
 
-def _train(options: argparse.Namespace) -> int:
+def _train(options: argparse.Namespace) -> int | None:
     from azureml_strategy.training.app import run_recipe
     from azureml_strategy.training.recipes import RecipeError
 
@@ -58,12 +52,11 @@ def _train(options: argparse.Namespace) -> int:
         run_recipe(options.recipe, options.overrides)
     except RecipeError as error:
         return fail(error)
-    return 0
+    return None
 
 
-def _list(options: argparse.Namespace) -> int:
+def _list(options: argparse.Namespace) -> None:
     from azureml_strategy.training.recipes import shipped_recipes
 
     for recipe in shipped_recipes():
         print(f"{recipe.name:22} {recipe.summary}")
-    return 0

@@ -20,20 +20,18 @@ and here:
   azureml-strategy emulate --nodes 2 -- azureml-strategy tune resnet50_ddp trainer=cpu
 Then train with them: azureml-strategy train resnet50_ddp strategy.tuned=outputs/tuned_ddp.json
 """
-# A run that takes one step, whose model nobody needs.
+# A run of one step, whose model is not kept.
 _ONE_STEP = (
     *("strategy.tune=true", "resume=never", "checkpoint=none"),
     *("++trainer.max_steps=1", "++trainer.limit_val_batches=0", "++trainer.num_sanity_val_steps=0"),
-    # What they would say of one step is not about the settings.
+    # A report of one step would say nothing about the settings.
     *("++tracking.report=null", "++tracking.page=null", "++tracking.progress_bar=null"),
 )
 
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb."""
-    add_unparsed_verb(
-        verbs, "tune", _run, help="find the fastest communication settings of DDP", description=_DESCRIPTION
-    )
+    add_unparsed_verb(verbs, "tune", _run, "find the fastest communication settings of DDP", _DESCRIPTION)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -63,7 +61,7 @@ def _run(options: argparse.Namespace) -> int:
         f"strategy.tune_lossy={lossy}",
         f"strategy.tune_static_graph={str(options.static_graph).lower()}",
     ]
-    # A process that the strategy starts on this node gets the overrides of this one.
+    # A process that the strategy starts on this node inherits the overrides of this one.
     added = [each for each in (*_ONE_STEP, *asked) if each not in options.overrides]
     try:
         run_recipe(options.recipe, [*options.overrides, *added])

@@ -1,17 +1,18 @@
-"""Shared parts of the command line's verbs: the parser, which names the words that a misspelt one may have meant,
-options, errors, and the connection to Azure.
+"""What the command line's verbs share: the parser, options, errors and the connection to Azure.
+
+The parser answers a misspelt word with those that were probably meant.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from azureml_strategy.cluster.redaction import redact_text, without_secrets
 
@@ -20,14 +21,10 @@ if TYPE_CHECKING:
 
     from azureml_strategy.jobs.client import WorkspaceSettings
 Entity = TypeVar("Entity", bound=Any)
-Made = TypeVar("Made")
-Run = Callable[[argparse.Namespace], int]
-
-
-if TYPE_CHECKING:
-    Verbs = argparse._SubParsersAction["Parser"]
-else:
-    Verbs = argparse._SubParsersAction
+Made = TypeVar("Made", bound=Any)
+Run = Callable[[argparse.Namespace], int | None]
+"""Runs a verb, and returns the exit code; None stands for 0."""
+Verbs: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 class Parser(argparse.ArgumentParser):
@@ -90,31 +87,60 @@ class Parser(argparse.ArgumentParser):
         return " ".join(filter(None, (wrong, near if "mean" in near else "", self.about_options, known)))
 
 
-def add_verb(verbs: Verbs, name: str, run: Callable[[argparse.Namespace], int], **described: Any) -> Parser:
+def add_verb(
+    verbs: Verbs, name: str, run: Run, summary: str, description: str = "", epilog: str = "", **described: Any
+) -> Parser:
     """Add a verb.
 
     Args:
         verbs: result of `Parser.add_verbs`, for the command line or for a verb with sub-verbs.
         name: name that the user types.
         run: function that takes the options and returns the exit code.
-        described: help, description, usage and epilog, as `argparse.ArgumentParser` takes them. Description and epilog
-            keep their line breaks.
+        summary: what the list of verbs says of it.
+        description: what its own help says of it, line breaks included; by default the summary.
+        epilog: the end of its own help, line breaks included.
+        described: further arguments of `argparse.ArgumentParser`.
 
     Returns:
         The verb's parser, to which the caller adds arguments.
     """
-    parser = verbs.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **described)
+    parser = verbs.add_parser(
+        name,
+        help=summary,
+        description=description or _as_sentence(summary),
+        epilog=epilog or None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **described,
+    )
     parser.set_defaults(verb=run, parser=parser)
     return parser
 
 
-def add_unparsed_verb(verbs: Verbs, name: str, run: Run, **described: Any) -> None:
+def _as_sentence(summary: str) -> str:
+    return f"{summary[0].upper()}{summary[1:]}."
+
+
+def add_azure_verb(verbs: Verbs, name: str, run: Run, *described: str) -> Parser:
+    """Add a verb that works in a workspace; a `JobError` is printed as by `fail`. See `add_verb` for the arguments."""
+
+    def print_errors(options: argparse.Namespace) -> int | None:
+        from azureml_strategy.jobs.service_errors import JobError
+
+        try:
+            return run(options)
+        except JobError as error:
+            return fail(error)
+
+    return add_verb(verbs, name, print_errors, *described)
+
+
+def add_unparsed_verb(verbs: Verbs, name: str, run: Run, *described: str) -> None:
     """Add a verb that takes every word unparsed, and parses the words before `--` with a `word_parser` of its own.
 
     Inside a verb, argparse of Python 3.10 and 3.11 does not accept positionals on both sides of an option; a parser of
     its own does, by `parse_intermixed_args`. The option prefix here is the null character, with which no word starts.
     """
-    verb = add_verb(verbs, name, run, prefix_chars="\0", add_help=False, **described)
+    verb = add_verb(verbs, name, run, *described, prefix_chars="\0", add_help=False)
     verb.add_argument("words", nargs=argparse.REMAINDER)
 
 
@@ -169,22 +195,25 @@ def _without_controls(text: str, kept: str) -> str:
     return "".join(each if each.isprintable() or each in kept else ascii(each)[1:-1] for each in text)
 
 
-def add_group(verbs: Verbs, name: str, help: str) -> Verbs:  # noqa: A002 - argparse's name for it
+def add_group(verbs: Verbs, name: str, summary: str) -> Verbs:
     """Add a verb that has sub-verbs, such as `cluster` with `create`."""
-    return verbs.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.").add_verbs()
+    return verbs.add_parser(name, help=summary, description=_as_sentence(summary)).add_verbs()
 
 
-def add_workspace_options(verb: argparse.ArgumentParser) -> None:
+def add_workspace_options(*verbs: argparse.ArgumentParser) -> None:
     """Add the options that name the workspace. config.json, variables and az's defaults fill in missing ones."""
-    group = verb.add_argument_group("workspace", "by default that of config.json, of variables, or the az command's")
-    group.add_argument("--subscription", metavar="ID", help="id of the subscription")
-    group.add_argument("--resource-group", metavar="NAME", help="resource group of the workspace")
-    group.add_argument("--workspace", metavar="NAME", help="name of the workspace")
+    for verb in verbs:
+        where = verb.add_argument_group(
+            "workspace", "by default that of config.json, of variables, or the az command's"
+        )
+        where.add_argument("--subscription", metavar="ID", help="id of the subscription")
+        where.add_argument("--resource-group", metavar="NAME", help="resource group of the workspace")
+        where.add_argument("--workspace", metavar="NAME", help="name of the workspace")
 
 
 def add_create_options(verb: argparse.ArgumentParser) -> None:
     """Add the options of every verb that creates something."""
-    verb.add_argument("--tag", metavar="KEY=VALUE", action="append", type=_tag, help="a tag; may be repeated")
+    verb.add_argument("--tag", metavar="KEY=VALUE", action=_AddTag, dest="tags", help="a tag; may be repeated")
     add_dry_run(verb)
 
 
@@ -205,7 +234,7 @@ def add_recipe_arguments(verb: argparse.ArgumentParser, **overrides: Any) -> Non
 
 
 def add_checkpoint_options(verb: argparse.ArgumentParser) -> None:
-    """Add the options that tell of a module what its checkpoint does not, and the one that trusts the checkpoint."""
+    """Add the options that describe a module as far as its checkpoint does not, and the one that trusts pickles."""
     verb.add_argument("--module-class", metavar="MODULE.CLASS", help="class of the module, if not as recorded")
     verb.add_argument(
         "--input-shape", type=_sizes, metavar="SIZES", help="of one sample, such as 3,32,32, if not as recorded"
@@ -227,8 +256,30 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def make(options: argparse.Namespace, wanted: Entity, create: Callable[[MLClient, Entity], Made]) -> Made | None:
-    """Create an entity, or print its YAML with --dry-run.
+class _AddTag(argparse.Action):
+    """Collects `KEY=VALUE` into a dictionary."""
+
+    def __call__(self, parser: argparse.ArgumentParser, options: argparse.Namespace, text: Any, *_: object) -> None:
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise argparse.ArgumentError(self, f"{text!r} is no KEY=VALUE")
+        options.tags = {**(options.tags or {}), key: value}
+
+
+def from_options(kind: type[Made], options: argparse.Namespace, **given: Any) -> Made:
+    """Make a dataclass whose fields are the given values, and else the options of the same names."""
+    named = {field.name for field in fields(kind)} & vars(options).keys()
+    made: Made = kind(**{name: getattr(options, name) for name in named} | given)
+    return made
+
+
+def make(
+    options: argparse.Namespace,
+    wanted: Entity,
+    create: Callable[[MLClient, Entity], Made],
+    describe: Callable[[Made], str],
+) -> Made | None:
+    """Create an entity and print its description, or print its YAML with --dry-run.
 
     Returns:
         The created entity; None with --dry-run.
@@ -238,14 +289,9 @@ def make(options: argparse.Namespace, wanted: Entity, create: Callable[[MLClient
     if options.dry_run:
         print_text(as_yaml(wanted).rstrip())
         return None
-    return create(client(options), wanted)
-
-
-def _tag(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not (key and equals):
-        raise argparse.ArgumentTypeError(f"{text!r} is no KEY=VALUE")
-    return key, value
+    made = create(client(options), wanted)
+    print_text(describe(made))
+    return made
 
 
 def workspace_of(options: argparse.Namespace) -> WorkspaceSettings:
@@ -260,18 +306,3 @@ def client(options: argparse.Namespace) -> MLClient:
     from azureml_strategy.jobs.client import connect
 
     return connect(workspace_of(options))
-
-
-def refusing(run: Run) -> Run:
-    """Decorate a verb to print a `JobError` to standard error and return exit code 2."""
-
-    @functools.wraps(run)
-    def with_errors_printed(options: argparse.Namespace) -> int:
-        from azureml_strategy.jobs.service_errors import JobError
-
-        try:
-            return run(options)
-        except JobError as error:
-            return fail(error)
-
-    return with_errors_printed

@@ -6,16 +6,17 @@ import argparse
 
 from azureml_strategy.cli.verbs import (
     Verbs,
+    add_azure_verb,
     add_create_options,
     add_group,
-    add_verb,
     add_workspace_options,
     client,
+    from_options,
     make,
     print_text,
-    refusing,
 )
 
+_CREATE = "Make a workspace, with a storage account, a key vault and Application Insights of its own."
 _EPILOG = """\
 examples:
   azureml-strategy workspace create training --region westeurope --resource-group vision
@@ -27,20 +28,13 @@ def add_to(verbs: Verbs) -> None:
     """Add the verb and its options."""
     group = add_group(verbs, "workspace", "make or show a workspace")
     _add_create(group)
-    show = add_verb(group, "show", _show, help="show the workspace", description="Show the workspace that is used.")
+    show = add_azure_verb(group, "show", _show, "show the workspace", "Show the workspace that is used.")
     show.add_argument("--diagnose", action="store_true", help="let Azure ML examine its network, storage and key vault")
     add_workspace_options(show)
 
 
 def _add_create(group: Verbs) -> None:
-    create = add_verb(
-        group,
-        "create",
-        _create,
-        help="make a workspace",
-        description="Make a workspace, with a storage account, a key vault and Application Insights of its own.",
-        epilog=_EPILOG,
-    )
+    create = add_azure_verb(group, "create", _create, "make a workspace", _CREATE, _EPILOG)
     create.add_argument("workspace", metavar="NAME", help="of the workspace")
     create.add_argument("--region", required=True, metavar="REGION", help="such as westeurope; clusters are made there")
     create.add_argument("--display-name", metavar="TEXT", help="for its page")
@@ -69,41 +63,27 @@ def _add_protection(create: argparse.ArgumentParser) -> None:
         default="public",
         help="public (default); internet-outbound or approved-outbound put nodes into a network that Azure ML manages",
     )
-    secure.add_argument("--no-public-access", action="store_true", help="answer private endpoints only")
+    secure.add_argument(
+        "--no-public-access", dest="public_access", action="store_false", help="answer private endpoints only"
+    )
     secure.add_argument(
         "--identity-based-storage", action="store_true", help="reach storage by users' rights, not its key"
     )
 
 
-@refusing
-def _create(options: argparse.Namespace) -> int:
+def _create(options: argparse.Namespace) -> None:
     from azureml_strategy.jobs.workspace import WorkspaceRequest, create_workspace, render_workspace
 
-    request = WorkspaceRequest(
-        name=options.workspace,
-        region=options.region,
-        description=options.description,
-        display_name=options.display_name,
-        high_business_impact=options.hbi,
-        key=options.key,
-        key_vault=options.key_vault,
-        network=options.network,
-        public_access=not options.no_public_access,
-        storage_account=options.storage_account,
-        container_registry=options.container_registry,
-        application_insights=options.application_insights,
-        build_cluster=options.build_cluster,
-        identity_based_storage=options.identity_based_storage,
-        tags=dict(options.tag or ()) or None,
+    request = from_options(WorkspaceRequest, options, name=options.workspace, high_business_impact=options.hbi)
+    make(
+        options,
+        render_workspace(request),
+        create_workspace,
+        lambda made: f"{made.name}: made in {made.location}, resource group {made.resource_group}",
     )
-    made = make(options, render_workspace(request), create_workspace)
-    if made is not None:
-        print_text(f"{made.name}: made in {made.location}, resource group {made.resource_group}")
-    return 0
 
 
-@refusing
-def _show(options: argparse.Namespace) -> int:
+def _show(options: argparse.Namespace) -> None:
     from azureml_strategy.jobs.client import as_yaml
     from azureml_strategy.jobs.workspace import diagnose_workspace, show_workspace
 
@@ -111,4 +91,3 @@ def _show(options: argparse.Namespace) -> int:
     print_text(as_yaml(show_workspace(workspace)).rstrip())
     if options.diagnose:
         print_text("\n".join(diagnose_workspace(workspace)) or "Azure ML finds nothing wrong.")
-    return 0

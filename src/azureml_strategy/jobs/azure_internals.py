@@ -1,6 +1,6 @@
-"""Every private name of azure-ai-ml that this package uses, and names from its private modules: it has no public way.
+"""The private names of azure-ai-ml that this package uses, where there is no public way.
 
-`INTERNALS` says what for. Importing this file does not import azure-ai-ml: a name does when it is used.
+`INTERNALS` says what each is for. Importing this file does not import azure-ai-ml; the use of a name does.
 """
 
 from __future__ import annotations

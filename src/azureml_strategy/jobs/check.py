@@ -48,13 +48,13 @@ def check_submission(plan: JobPlan, workspace: WorkspaceSettings | None = None) 
         workspace: settings that take precedence over `job.workspace`.
 
     Yields:
-        The findings, one after the other. Without a sign-in or a workspace nothing further is asked.
+        Each finding as soon as it is known. Without a sign-in or a workspace nothing further is asked.
 
     Raises:
         JobError: the job itself is invalid, or no workspace is configured.
     """
     job = build_job(plan, None)
-    client = connect((workspace or WorkspaceSettings()).over(plan.job.workspace.settings()))
+    client = connect((workspace or WorkspaceSettings()).over(plan.job.workspace))
     signed_in = _ask("login", _sign_in)
     yield signed_in
     if not signed_in.fits:
@@ -136,7 +136,7 @@ def _quota(plan: JobPlan, client: MLClient) -> Finding:
 
 @dataclass(frozen=True)
 class _Usage:
-    """How many cores of a kind are used, and how many may be; -1 is no limit."""
+    """How many cores of a kind are used, and how many may be used; a limit of -1 is none."""
 
     name: str
     used: int
@@ -144,7 +144,7 @@ class _Usage:
 
     @classmethod
     def read(cls, usage: Any) -> _Usage:
-        """Read azure-ai-ml's entity, which has the service's `currentValue` or `current_value`, by its version."""
+        """Read azure-ai-ml's entity. Its version decides whether a name is `currentValue` or `current_value`."""
         given = {_plain_name(key): value for key, value in vars(usage).items() if value is not None}
         name = given.get("name")
         named = name if isinstance(name, dict) else vars(name) if hasattr(name, "__dict__") else {}
@@ -153,7 +153,7 @@ class _Usage:
         return cls(str(text), int(given.get("currentvalue", 0)), int(given.get("limit", -1)))
 
     def counts(self, family: str | None, low: bool) -> bool:
-        """Whether it limits these nodes: low-priority ones have one limit in all, dedicated ones one for a family."""
+        """Whether this limits the nodes. All low-priority nodes share one limit; dedicated ones have one per family."""
         name = _plain_name(self.name)
         return "lowpriority" in name if low else bool(family) and _plain_name(str(family)) in name
 

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-
-# First the variables that Azure ML sets in jobs and compute instances, then the names of Azure's tools and samples.
+# First the variables that Azure ML sets in jobs and on compute instances, then those of Azure's tools and samples.
 _VARIABLES = (
     ("AZUREML_ARM_SUBSCRIPTION", "AZUREML_ARM_RESOURCEGROUP", "AZUREML_ARM_WORKSPACE_NAME"),
     ("AZURE_SUBSCRIPTION_ID", "AZURE_RESOURCE_GROUP", "AZURE_ML_WORKSPACE"),
@@ -36,23 +35,16 @@ _VARIABLES = (
 _CONFIG_FILES = (Path("config.json"), Path(".azureml/config.json"), Path("aml_config/config.json"))
 _CONFIG_KEYS = ("subscription_id", "resource_group", "workspace_name")
 
-
-# They log warnings that the user can do nothing about: experimental classes, a Studio link without a tenant, an absent
-# credential of a chain. Real failures are raised as well.
+# These loggers warn of what the user can do nothing about: experimental classes, a Studio link without a tenant, an
+# absent credential of a chain. Real failures are raised as well.
 _LOGGERS = ("azure.ai.ml", "azure.identity", "azure.core")
 _RESOURCE_ID = re.compile(r"/subscriptions/[0-9a-f-]{36}/resourcegroups/[^/]+/providers/[\w.]+(?:/[^/]+/[^/]+)+", re.I)
 _LONG_PAUSE_S = 60.0  # shorter pauses are not logged
 
 
-@dataclass(frozen=True)
+@dataclass
 class WorkspaceSettings:
-    """A workspace, or the known part of its address.
-
-    Attributes:
-        subscription: id of the subscription.
-        resource_group: name of the resource group.
-        name: name of the workspace.
-    """
+    """The id of a subscription and the names of a resource group and a workspace, as far as they are known."""
 
     subscription: str | None = None
     resource_group: str | None = None
@@ -73,15 +65,17 @@ def find_workspace(
     """Complete the workspace that the user has typed from the configured sources.
 
     The sources are, in this order: the variables of an Azure ML job, a `config.json` in the folder or above it, the
-    variables AZURE_SUBSCRIPTION_ID, AZURE_RESOURCE_GROUP and AZURE_ML_WORKSPACE, the defaults of the az command. If
-    the user has typed no workspace name, sources before the first one that names a workspace are ignored: its workspace
-    must not be looked for in the resource group of another. Later sources fill what is missing, unless they contradict
-    an earlier one, which makes theirs another workspace. The subscription of the az command fills any.
+    variables AZURE_SUBSCRIPTION_ID, AZURE_RESOURCE_GROUP and AZURE_ML_WORKSPACE, the defaults of the az command.
+
+    If the user has typed no name of a workspace, the sources before the first one with a name are ignored. Otherwise
+    its workspace would be looked for in the resource group of another. Later sources fill what is missing. A source
+    that contradicts an earlier one is about another workspace, and is ignored. Only the subscription of the az command
+    may always fill a missing one.
 
     Args:
         asked: what the user has typed.
-        environ: environment variables; those of this process by default.
-        folder: folder where the search for a configuration file starts; the working folder by default.
+        environ: environment variables; by default those of this process.
+        folder: where the search for a configuration file starts; by default the working folder.
 
     Raises:
         JobError: a value is still missing, or a configuration file cannot be read.
@@ -182,14 +176,7 @@ def import_azure(name: str) -> None:
 
 
 def as_yaml(entity: Any) -> str:
-    """Write an entity as the YAML that `az ml ... create --file` takes.
-
-    Args:
-        entity: any of `azure.ai.ml.entities` that has `dump`.
-
-    Returns:
-        YAML that the entity's `azure.ai.ml.load_...` function reads back.
-    """
+    """Write an entity as the YAML that `az ml ... create --file` and `azure.ai.ml.load_...` take."""
     text = io.StringIO()
     entity.dump(text)
     return text.getvalue()
@@ -201,11 +188,7 @@ def plain(value: object) -> str:
 
 
 def check_resource_id(option: str, value: str | None) -> None:
-    """Refuse a value that is not a resource id.
-
-    Args:
-        option: the option that has the value, for the message.
-        value: the value that the user typed. None passes.
+    """Refuse the value of an option that is not a resource id; None passes.
 
     Raises:
         JobError: the value is not a resource id.

@@ -107,6 +107,7 @@ def _identity(identity: str | None) -> IdentityConfiguration | None:
     return IdentityConfiguration(type="user_assigned", user_assigned_identities=[assigned])
 
 
+@service_errors()
 def create_cluster(client: MLClient, cluster: AmlCompute) -> AmlCompute:
     """Create the cluster, or change the one of this name, and wait until it is ready.
 
@@ -114,8 +115,7 @@ def create_cluster(client: MLClient, cluster: AmlCompute) -> AmlCompute:
         JobError: Azure accepted the cluster and then failed to create it.
         ServiceError: there is no quota or permission, the region lacks the size, or another compute has the name.
     """
-    with service_errors():
-        made: AmlCompute = client.compute.begin_create_or_update(cluster).result()
+    made: AmlCompute = client.compute.begin_create_or_update(cluster).result()
     if made.provisioning_state == "Failed":
         raise JobError(
             f"The cluster {made.name} was accepted, and then failed: {made.provisioning_errors or 'no reason given'}. "
@@ -124,29 +124,29 @@ def create_cluster(client: MLClient, cluster: AmlCompute) -> AmlCompute:
     return made
 
 
+@service_errors()
 def show_cluster(client: MLClient, name: str) -> AmlCompute:
     """Look up the cluster in its present state.
 
     Raises:
         ServiceError: there is no cluster of this name.
     """
-    with service_errors():
-        found: AmlCompute = client.compute.get(name)
+    found: AmlCompute = client.compute.get(name)
     return found
 
 
+@service_errors()
 def list_clusters(client: MLClient) -> list[AmlCompute]:
     """List the clusters of the workspace."""
-    with service_errors():
-        return list(client.compute.list(compute_type="amlcompute"))
+    return list(client.compute.list(compute_type="amlcompute"))
 
 
+@service_errors()
 def delete_cluster(client: MLClient, name: str) -> None:
     """Delete the cluster, end the jobs on it, and wait until it is gone.
 
     Raises:
         ServiceError: there is no cluster of this name, or you may not delete it.
     """
-    with service_errors():
-        client.compute.get(name)  # deleting a misspelt name succeeds, and the real cluster goes on costing
-        client.compute.begin_delete(name).result()
+    client.compute.get(name)  # deleting a misspelt name succeeds, and the real cluster goes on costing
+    client.compute.begin_delete(name).result()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from azureml_strategy.jobs.endpoints import SIZES, DeployRequest, online_environment
@@ -32,17 +31,16 @@ def check_model(client: MLClient, request: DeployRequest) -> Model:
         The model, whose version is the one that is deployed.
 
     Raises:
-        JobError: its class lies in a module of the user's, and nothing in the request brings it.
+        JobError: its class lies in a module of the user's, which nothing in the request brings.
         ServiceError: there is no such model.
     """
     with service_errors():
         label = None if request.version else "latest"
         model: Model = client.models.get(request.model, version=request.version, label=label)
     module_class = (model.tags or {}).get(CLASS_TAG)
-    own = module_class is not None and module_class.split(".")[0] not in _IN_THE_IMAGE
-    if own and request.code is None and request.requirements is None and request.environment is None:
-        assert module_class is not None
-        name = module_class.split(".")[0]
+    name = module_class.split(".")[0] if module_class is not None else None
+    brought = (request.code, request.requirements, request.environment) != (None, None, None)
+    if name is not None and name not in _IN_THE_IMAGE and not brought:
         raise JobError(
             f"The model's class is {module_class}, which is not in azureml-strategy. Type --code FOLDER with the "
             f"folder that holds {name}.py, --requirements FILE if {name} is a package of pip, or --environment with an "
@@ -60,12 +58,13 @@ def create_online(
 ) -> ManagedOnlineEndpoint:
     """Make an online endpoint unless it is there, make or change a deployment, and lead requests to it.
 
+    This waits for the deployment: minutes, and longer while its image is built.
+
     Args:
         client: client of the workspace.
-        request: says which sizes one of this name keeps.
+        request: where it gives no size, a deployment of this name keeps its own.
         endpoint: the endpoint; one of this name stays as it is.
-        deployment: the deployment, for which this call waits: minutes, and more while its image is built. It gets the
-            sizes that it keeps.
+        deployment: the deployment; it is given the sizes that are kept.
         traffic: per cent of the requests that the deployment gets; the others share the rest as before. None gives it
             all of them, unless another deployment has some: then nothing changes.
 
@@ -79,14 +78,7 @@ def create_online(
     name = str(deployment.name)
     found = _existing(lambda: client.online_endpoints.get(endpoint.name))
     _new_traffic((found.traffic if found else None) or {}, name, traffic)  # refuses before anything is made
-    if found is None:
-        with service_errors():
-            client.online_endpoints.begin_create_or_update(endpoint).result()
-    before = _existing(lambda: client.online_deployments.get(name, endpoint.name)) if found else None
-    _keep_sizes(request, before, deployment)
-    deployment.environment = online_environment(request, str(deployment.instance_type))
-    with _name_leftovers("online", request, endpoint=found is None, deployment=before is None):
-        client.online_deployments.begin_create_or_update(deployment).result()
+    _deploy("online", client, request, endpoint, deployment, found)
     with service_errors():
         made: ManagedOnlineEndpoint = client.online_endpoints.get(endpoint.name)
         shares = _new_traffic(made.traffic or {}, name, traffic)  # another one may have changed it in these minutes
@@ -101,33 +93,50 @@ def create_batch(
 ) -> BatchEndpoint:
     """Make a batch endpoint unless it is there, and make or change a deployment: the default if there is none.
 
-    Args:
-        client: client of the workspace.
-        request: says which sizes one of this name keeps.
-        endpoint: the endpoint; one of this name stays as it is.
-        deployment: the deployment. It gets the sizes that it keeps.
-
-    Returns:
-        The endpoint as it is now.
+    For arguments and result see `create_online`.
 
     Raises:
         ServiceError: there is no permission, or no such cluster.
     """
-    name = str(deployment.name)
     found = _existing(lambda: client.batch_endpoints.get(endpoint.name))
-    if found is None:
-        with service_errors():
-            client.batch_endpoints.begin_create_or_update(endpoint).result()
-    before = _existing(lambda: client.batch_deployments.get(name, endpoint.name)) if found else None
-    _keep_sizes(request, before, deployment)
-    with _name_leftovers("batch", request, endpoint=found is None, deployment=before is None):
-        client.batch_deployments.begin_create_or_update(deployment).result()
+    _deploy("batch", client, request, endpoint, deployment, found)
     with service_errors():
         made: BatchEndpoint = client.batch_endpoints.get(endpoint.name)
         if default_of(made) is None:
-            made.defaults = {"deployment_name": name}
+            made.defaults = {"deployment_name": str(deployment.name)}
             made = client.batch_endpoints.begin_create_or_update(made).result()
     return made
+
+
+def _deploy(kind: str, client: MLClient, request: DeployRequest, endpoint: Any, deployment: Any, found: Any) -> None:
+    """Make an endpoint unless it was found, and make or change its deployment.
+
+    Raises:
+        ServiceError: the message says what a deployment that fails leaves, and which commands tell more and remove it.
+    """
+    endpoints, deployments = getattr(client, f"{kind}_endpoints"), getattr(client, f"{kind}_deployments")
+    if found is None:
+        with service_errors():
+            endpoints.begin_create_or_update(endpoint).result()
+    before = _existing(lambda: deployments.get(str(deployment.name), endpoint.name)) if found else None
+    _keep_sizes(request, before, deployment)
+    if kind == "online":
+        deployment.environment = online_environment(request, str(deployment.instance_type))
+    try:
+        with service_errors():
+            deployments.begin_create_or_update(deployment).result()
+    except ServiceError as error:
+        which = f"--endpoint-name {request.endpoint} --name {request.deployment}"
+        look = f"get-logs {which}` tells why it failed" if kind == "online" else f"show {which}` tells its state"
+        left = f"The endpoint {request.endpoint} and what there is of the deployment {request.deployment} are left"
+        if found is None:
+            remove = f", `az ml {kind}-endpoint delete --name {request.endpoint}` removes both"
+        elif before is None:
+            remove = f", `az ml {kind}-deployment delete {which}` removes the latter"
+        else:  # it may still answer: nobody is told to delete it
+            left, remove = f"The deployment {request.deployment} was there before, and is not removed", ""
+        leftovers = f"{left}: `az ml {kind}-deployment {look}{remove}."
+        raise ServiceError(f"{error} {leftovers}", code=error.code, status=error.status) from error
 
 
 def default_of(endpoint: BatchEndpoint) -> str | None:
@@ -161,7 +170,7 @@ def make_default(endpoint: str, deployment: str) -> str:
 
 
 def _keep_sizes(request: DeployRequest, before: Any, deployment: Any) -> None:
-    """Give a deployment the sizes of the one that is there, None if there is none, where the request has none."""
+    """Where the request gives no size, keep that of the deployment that is there; `before` is None if there is none."""
     for name in SIZES:
         kept = getattr(before, name, None)
         if getattr(request, name) is None and kept is not None:
@@ -171,38 +180,8 @@ def _keep_sizes(request: DeployRequest, before: Any, deployment: Any) -> None:
         deployment.environment_variables = {MAX_SAMPLES: most}
 
 
-@contextmanager
-def _name_leftovers(kind: str, request: DeployRequest, *, endpoint: bool, deployment: bool) -> Iterator[None]:
-    """Add to an error what a deployment that fails leaves, and the commands that tell more and remove it.
-
-    Args:
-        kind: `online` or `batch`.
-        request: has the names.
-        endpoint: whether the endpoint was made for this deployment.
-        deployment: whether the deployment is new. One that was there may still answer: nobody is told to delete it.
-
-    Raises:
-        ServiceError: the deployment failed.
-    """
-    try:
-        with service_errors():
-            yield
-    except ServiceError as error:
-        which = f"--endpoint-name {request.endpoint} --name {request.deployment}"
-        look = f"get-logs {which}` tells why it failed" if kind == "online" else f"show {which}` tells its state"
-        left = f"The endpoint {request.endpoint} and what there is of the deployment {request.deployment} are left"
-        if endpoint:
-            remove = f", `az ml {kind}-endpoint delete --name {request.endpoint}` removes both"
-        elif deployment:
-            remove = f", `az ml {kind}-deployment delete {which}` removes the latter"
-        else:
-            left, remove = f"The deployment {request.deployment} was there before, and is not removed", ""
-        leftovers = f"{left}: `az ml {kind}-deployment {look}{remove}."
-        raise ServiceError(f"{error} {leftovers}", code=error.code, status=error.status) from error
-
-
-def _existing(get: Any) -> Any:
-    """What there is of a name; None if there is nothing."""
+def _existing(get: Callable[[], Any]) -> Any:
+    """What the service has of a name; None if it has nothing."""
     try:
         with service_errors():
             return get()

@@ -22,7 +22,7 @@ _FLAGS = re.compile(r"(?:--\S+\s+)*")
 _VARIABLE = re.compile(r"(\w+)=(\"[^\"]*\"|'[^']*'|\S*)")
 _ELSEWHERE = re.compile(r"\w+://|git@|<<")
 _EVERYTHING = "."
-# What leaves files out of the upload of code has done so; azure-ai-ml would obey it once more, in the copy.
+# The rules in these files were applied when the code was listed. azure-ai-ml would apply them again to the copy.
 _IGNORE_FILES = (".gitignore", ".amlignore")
 
 
@@ -31,8 +31,8 @@ class Instruction:
     """An instruction of a Dockerfile.
 
     Attributes:
-        keyword: its first word, in capitals; empty for one that the end of the file cuts short.
-        text: what follows, continuation lines joined.
+        keyword: the first word, in capitals; empty if the file ends within the instruction.
+        text: what follows, with continuation lines joined.
     """
 
     keyword: str
@@ -43,7 +43,7 @@ def write_dockerfile_context(path: Path, folder: Path) -> None:
     """Write a Dockerfile with this package added to its last stage, and the files that it copies.
 
     Args:
-        path: the user's Dockerfile. Its folder is its build context, by the rules of the upload of code.
+        path: the user's Dockerfile. Its folder is the build context, less what the upload of code leaves out.
         folder: folder that receives all.
 
     Raises:

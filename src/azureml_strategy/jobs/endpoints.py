@@ -43,8 +43,8 @@ _MINI_BATCH_TIMEOUT_S = 1800  # Azure's 30 s are too short for 10 files of 256 s
 _RETRIES = 3  # of a mini-batch
 _INSTANCE_TYPE, _INSTANCES, _MINI_BATCH_SIZE = "Standard_DS3_v2", 1, 10  # of a new deployment
 SIZES = ("instance_type", "instance_count", "mini_batch_size")
-"""What a request and a deployment both have: an attribute of a request that is None keeps that of the deployment."""
-# Of the code of an endpoint; what no job's code has is left out besides.
+"""Attributes of a request and of a deployment. Where the request has None, a deployment keeps its own value."""
+# Left out of the code of an endpoint, besides what is left out of the code of a job.
 _RESULTS = ("checkpoints", "outputs", "*.ckpt", "*.log", "logs", "wandb", "hang.attempt_*", "*.unsent.jsonl")
 _SIZE = re.compile(r"(?:Standard_)?[A-Z][A-Za-z0-9]*(?:[_-][A-Za-z0-9]+)*", re.I)
 
@@ -67,8 +67,8 @@ class DeployRequest:
         max_samples: most samples in one request or file.
         tags: tags of endpoint and deployment.
 
-    None for one of these sizes keeps that of a deployment that is there already: `create_online` and `create_batch` see
-    to it. A new one gets Standard_DS3_v2, 1, 10 and 256.
+    A deployment that is there keeps its own size where the request has None; `create_online` and `create_batch` copy
+    it. A new deployment gets Standard_DS3_v2, 1, 10 and 256.
     """
 
     model: str
@@ -138,11 +138,7 @@ def render_online(request: DeployRequest) -> tuple[ManagedOnlineEndpoint, Manage
 
 
 def render_batch(request: DeployRequest, compute: str) -> tuple[BatchEndpoint, ModelBatchDeployment]:
-    """Describe a batch endpoint and a deployment as azure-ai-ml's entities, without a request to Azure.
-
-    Args:
-        request: what is deployed.
-        compute: name of the cluster that predicts.
+    """Describe a batch endpoint and a deployment on a cluster as azure-ai-ml's entities, without a request to Azure.
 
     Raises:
         JobError: the folder of code cannot be used.
@@ -160,8 +156,8 @@ def render_batch(request: DeployRequest, compute: str) -> tuple[BatchEndpoint, M
         instance_count=request.instance_count or _INSTANCES,
         mini_batch_size=request.mini_batch_size or _MINI_BATCH_SIZE,
         max_concurrency_per_instance=1,
-        # By default Azure ignores all failures, and a job completes with predictions missing. The scoring script gives
-        # a file that cannot be taken a line of its own, which is no failure.
+        # By default Azure ignores all failures, and a job completes with predictions missing. A file that cannot be
+        # taken is no failure: the scoring script writes a line about it.
         error_threshold=0,
         retry_settings=BatchRetrySettings(max_retries=_RETRIES, timeout=_MINI_BATCH_TIMEOUT_S),
         output_action=BatchDeploymentOutputAction.APPEND_ROW,
@@ -240,18 +236,13 @@ def _code(request: DeployRequest, kind: str) -> CodeConfiguration:
 
 
 def _results(names: Iterable[str]) -> list[str]:
-    """The checkpoints and logs among files, which no endpoint reads. Modules count as code in any folder."""
+    """The checkpoints and logs among the files, which no endpoint reads. A module counts as code in any folder."""
     others = [name for name in names if not name.endswith(".py")]
     return [name for name in others if any(fnmatch(part, result) for part in name.split("/") for result in _RESULTS)]
 
 
 def online_environment(request: DeployRequest, instance_type: str) -> Environment | str:
-    """The environment of an online deployment: without CUDA on machines without GPUs.
-
-    Args:
-        request: what is deployed.
-        instance_type: VM size of its machines.
-    """
+    """The environment of an online deployment, whose image has CUDA only if the machines have GPUs."""
     cuda = instance_type.lower().removeprefix("standard_").startswith("n")  # NC, ND, NG, NV: Azure's sizes with GPUs
     return _environment(request, "online", cuda=cuda)
 

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ _SEARCHED = (
 )
 _TESTED = "tested.txt"  # versions of what the user's file names without one
 _USER = "user"  # the folder of the context that holds the user's files
-_PYTORCH_INDEX = "https://download.pytorch.org/"  # it has torch, but neither Lightning nor MLflow
+_PYTORCH_INDEX = "https://download.pytorch.org/"  # has torch, but neither Lightning nor MLflow
 _CONDA_PYTHON = re.compile(r"(?:\S+::)?python(?![\w-])\s*(.*)")
 _CONDA_PIN = re.compile(r"(?:\S+::)?([\w.-]+)\s*={1,2}\s*([\w.]+)(?:=\S*)?")
 _CONDA_NAMES = {"pytorch": "torch"}
@@ -83,8 +83,8 @@ def find_environment_file(folders: Sequence[str]) -> str | None:
         folders: where to look, one after the other: the folder of the script, then that of the code.
 
     Returns:
-        The first that is there of requirements.txt, environment.yml or .yaml, conda.yml or .yaml, pyproject.toml with
-        a `[project]` table, and Dockerfile; None if there is none.
+        The first of these that exists: requirements.txt, environment.yml or .yaml, conda.yml or .yaml, pyproject.toml
+        with a `[project]` table, Dockerfile; None without any.
     """
     for path in (Path(folder, name) for folder in folders for name in _SEARCHED if Path(folder, name).is_file()):
         # A pyproject.toml that was not asked for may hold the settings of tools alone.
@@ -109,22 +109,17 @@ def environment_context(file: str, base_image: str | None = None, root: str | No
         JobError: the file cannot be used; see the message.
     """
     path = Path(os.path.abspath(file))
-    found = _empty_requirements(path, root)
-    fill: Callable[[Path], None] = {
-        "requirements": partial(_fill_requirements, path, found, base_image),
-        "conda": partial(_fill_conda, path, found, base_image),
-        "pyproject": partial(_fill_pyproject, path, found, base_image),
-        "dockerfile": partial(write_dockerfile_context, path),
-    }[environment_kind(file)]
-    return keep_context(fill)
+    kind = environment_kind(file)
+    if kind == "dockerfile":
+        return keep_context(partial(write_dockerfile_context, path))
+    fill = {"requirements": _fill_requirements, "conda": _fill_conda, "pyproject": _fill_pyproject}[kind]
+    return keep_context(partial(fill, path, _empty_requirements(path, root), base_image))
 
 
 def pins_of_file(file: str, root: str | None = None) -> list[str]:
-    """The tested versions that an image of a file gets, such as `torch==2.13.0`, as the file pins none itself.
+    """The tested versions that an image of a file gets, such as `torch==2.13.0`, if the file itself pins none.
 
-    Args:
-        file: requirements or a pyproject.toml; any other has none.
-        root: the folder of code.
+    Only requirements and a pyproject.toml get any.
 
     Raises:
         JobError: the file cannot be used.
@@ -136,13 +131,17 @@ def pins_of_file(file: str, root: str | None = None) -> list[str]:
     if kind == "requirements":
         found.read(path)
     else:
-        text = "".join(f"{each}\n" for each in _project(path).get("dependencies", []))
-        found.read_all(read_lines(path.name, text), path.parent)
+        found.read_all(read_lines(path.name, _dependencies(_project(path))), path.parent)
     return found.tested_pins()
 
 
+def _dependencies(project: dict[str, Any]) -> str:
+    """The dependencies of a `[project]` table as the text of a requirements file."""
+    return "".join(f"{each}\n" for each in project.get("dependencies", []))
+
+
 def _empty_requirements(path: Path, root: str | None) -> Requirements:
-    """Requirements before a file is read, which may refer to files of the folder of code, or else of its own folder."""
+    """Requirements before a file is read. It may refer to files of the folder of code, or else of its own folder."""
     top = Path(os.path.abspath(root or os.curdir))
     return Requirements(root=top if path.is_relative_to(top) else path.parent, base=path.parent)
 
@@ -156,7 +155,7 @@ def _fill_requirements(path: Path, found: Requirements, base_image: str | None, 
 def _fill_pyproject(path: Path, found: Requirements, base_image: str | None, folder: Path) -> None:
     project = _project(path)
     python = _python_for(path, project.get("requires-python"))
-    text = "".join(f"{each}\n" for each in project.get("dependencies", []))
+    text = _dependencies(project)
     refuse_secret_lines(path.name, text)
     found.read_all(read_lines(path.name, text), path.parent)
     _copy(found, folder)
@@ -180,8 +179,8 @@ def _write_pip(found: Requirements, name: str, python: str, base_image: str | No
     if tested:
         (folder / _TESTED).write_text("".join(f"{pin}\n" for pin in tested), encoding="utf-8")
         asked += f" --constraint {PLACE}/{_TESTED}"
-    # One resolution finds versions that fit both; the user's file decides. Where pip checks hashes, it takes no wheel
-    # without one.
+    # One resolution finds versions that fit the user's file and this package. Where pip checks hashes, it refuses the
+    # wheel, which has none; then the wheel is added afterwards.
     together = f'{asked} "{PLACE}/{wheel}[{EXTRA}]" \\\n    && azureml-strategy --version'
     lines = [
         f"COPY {_USER}/ ./{_USER}/",
@@ -227,7 +226,7 @@ def _fill_conda(path: Path, found: Requirements, base_image: str | None, folder:
 
 
 def _conda_additions(path: Path, dependencies: Iterable[str]) -> list[str]:
-    """What the package needs of conda beside the user's list: Python of a version that fits, and pip."""
+    """What the package needs from conda beside the user's list: a Python that fits, and pip."""
     wanted = [found[1].strip() for found in map(_CONDA_PYTHON.fullmatch, dependencies) if found]
     for text in wanted:
         pinned = re.match(r"={0,2}\s*(\d+\.\d+)", text)
@@ -279,7 +278,7 @@ def _copy(found: Requirements, folder: Path) -> None:
 
 
 def _own_python() -> str:
-    """The Python that submits: the user's versions were chosen under it."""
+    """The Python that submits, under which the user chose the versions."""
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 

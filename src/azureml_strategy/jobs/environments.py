@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from azure.ai.ml.entities import Environment
 
 _REFERENCE = re.compile(r"azureml:(//)?\S+[:@/]\S+")
-
-_CHECK = "azureml-strategy --version"
-_EXPERIMENT = "environment-check"
-OWN_IMAGE = "none"  # of job.environment.file: no file of the user's
+OWN_IMAGE = "none"  # as job.environment.file: no file of the user's
 
 
 def job_environment(settings: EnvironmentSettings, root: str | None = None) -> Environment | str:
@@ -33,8 +30,7 @@ def job_environment(settings: EnvironmentSettings, root: str | None = None) -> E
 
     Args:
         settings: `job.environment`.
-        root: the folder of code, in which files must lie that `job.environment.file` refers to; see
-            `environment_context`.
+        root: the folder of code; see `environment_context`.
 
     Returns:
         A reference to a registered or curated environment as text, else the definition of an anonymous one. Azure ML
@@ -53,17 +49,14 @@ def job_environment(settings: EnvironmentSettings, root: str | None = None) -> E
     if settings.build:
         return Environment(build=BuildContext(path=settings.build, dockerfile_path=settings.dockerfile))
     if settings.file in (None, OWN_IMAGE):
-        return shipped_environment(settings.base_image)
-    context = environment_context(settings.file, settings.base_image, root)
+        context = build_folder(settings.base_image)
+    else:
+        context = environment_context(settings.file, settings.base_image, root)
     return Environment(build=BuildContext(path=str(context), dockerfile_path="Dockerfile"))
 
 
 def describe_environment(settings: EnvironmentSettings, root: str | None = None) -> str:
-    """Describe the environment of a job in one line.
-
-    Args:
-        settings: `job.environment`.
-        root: the folder of code.
+    """Describe the environment of a job in one line; see `job_environment` for the arguments.
 
     Raises:
         JobError: `job.environment.file` names no file that can be used.
@@ -102,17 +95,6 @@ def _is_dockerfile(file: str | None) -> bool:
     return file not in (None, OWN_IMAGE) and environment_kind(file) == "dockerfile"
 
 
-def shipped_environment(base_image: str | None = None) -> Environment:
-    """The shipped environment: this package's Dockerfile, with the package as it is installed on this machine.
-
-    Args:
-        base_image: base image in place of the Dockerfile's own.
-    """
-    from azure.ai.ml.entities import BuildContext, Environment
-
-    return Environment(build=BuildContext(path=str(build_folder(base_image)), dockerfile_path="Dockerfile"))
-
-
 def _check(settings: EnvironmentSettings) -> None:
     given = [name for name in ("name", "image", "build", "file") if getattr(settings, name)]
     if len(given) > 1:
@@ -141,12 +123,9 @@ def _check(settings: EnvironmentSettings) -> None:
 
 
 def render_environment(settings: EnvironmentSettings, name: str, version: str | None = None) -> Environment:
-    """Describe the environment as azure-ai-ml's entity, without a request to Azure.
+    """Describe an environment to register as azure-ai-ml's entity, without a request to Azure.
 
-    Args:
-        settings: content of the environment, as in `job.environment`. Empty settings use this package's Dockerfile.
-        name: name to register.
-        version: version to register. None takes the next number.
+    Empty settings use this package's Dockerfile. A version of None takes the next number.
 
     Raises:
         JobError: the settings contradict one another, name a missing file, or name a registered environment.
@@ -160,6 +139,7 @@ def render_environment(settings: EnvironmentSettings, name: str, version: str | 
     return Environment(name=name, version=version, image=made.image, conda_file=made.conda_file, build=made.build)
 
 
+@service_errors()
 def build_environment(client: MLClient, environment: Environment) -> Environment:
     """Upload the build context and register the environment.
 
@@ -168,11 +148,11 @@ def build_environment(client: MLClient, environment: Environment) -> Environment
     Raises:
         ServiceError: the user has no permission, or the version exists with other content.
     """
-    with service_errors():
-        made: Environment = client.environments.create_or_update(environment)
+    made: Environment = client.environments.create_or_update(environment)
     return made
 
 
+@service_errors()
 def check_environment(client: MLClient, environment: Environment, cluster: str | None) -> str:
     """Submit a job of a few seconds in the environment, so that its image is built before a cluster waits for it.
 
@@ -183,19 +163,15 @@ def check_environment(client: MLClient, environment: Environment, cluster: str |
 
     Returns:
         The job's name.
-
-    Raises:
-        ServiceError: Azure refused the job.
     """
     from azure.ai.ml import command
 
-    with service_errors():
-        job = command(
-            name=f"environment-{uuid.uuid4().hex[:12]}",
-            display_name=f"{environment.name}:{environment.version}",
-            experiment_name=_EXPERIMENT,
-            command=_CHECK,
-            environment=f"azureml:{environment.name}:{environment.version}",
-            compute=cluster,
-        )
-        return str(client.jobs.create_or_update(job).name)
+    job = command(
+        name=f"environment-{uuid.uuid4().hex[:12]}",
+        display_name=f"{environment.name}:{environment.version}",
+        experiment_name="environment-check",
+        command="azureml-strategy --version",
+        environment=f"azureml:{environment.name}:{environment.version}",
+        compute=cluster,
+    )
+    return str(client.jobs.create_or_update(job).name)

@@ -29,23 +29,16 @@ from azureml_strategy.jobs.service_errors import JobError, ServiceError, transla
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
 
-
 # Seconds between two status requests: short at first, since a job may fail at once, then longer to send few requests.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 30.0
-# Unanswered status requests in a row before the wait is given up. azure-core has already retried each of them.
+# After so many unanswered status requests in a row, the wait is given up. azure-core has already retried each.
 _PATIENCE = 20
-
 # What ThroughputProgressBar prints: "Epoch 5: batch 22/22, images/s 146.5, train/loss 0.43".
 _RATE = re.compile(r"\bEpoch \d+: batch .*?, (?P<unit>\w+)/s (?P<rate>[\d.]+)")
 
 
 class SubmittedJob:
     """A job in a workspace.
-
-    Args:
-        client: client of the workspace.
-        name: name of the job.
-        studio_url: the job's page in Azure ML Studio.
 
     Attributes:
         client: client of the job's workspace.
@@ -180,11 +173,7 @@ class LogReader(io.TextIOBase):
 
 
 def follow_job(job: SubmittedJob, out: TextIO | None = None) -> str:
-    """Print a job's log until it is over, then its throughput and status.
-
-    Args:
-        job: job that is queued, running or over.
-        out: stream to print to; standard output by default.
+    """Print a job's log until it is over, then its throughput and status, to standard output or another stream.
 
     Returns:
         Status of the job: Completed, Failed or Canceled, or another one if the user stopped following.

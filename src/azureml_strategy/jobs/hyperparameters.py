@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SAMPLINGS = ("random", "grid", "bayesian")
 GOALS = ("minimize", "maximize")
-# In place of a hyperparameter: what DeepSpeed's own autotuner tries for the recipe's ZeRO stage.
+# Stands in place of a hyperparameter for all that DeepSpeed's own autotuner tries for the recipe's ZeRO stage.
 AUTOTUNING = "autotuning"
 # The arguments of each distribution, in order, as the classes of azure.ai.ml.sweep name them.
 _DISTRIBUTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -35,19 +35,23 @@ _DISTRIBUTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "qlognormal": ("QLogNormal", ("mu", "sigma", "q")),
     "randint": ("Randint", ("upper",)),
 }
-# Class and defaults of each policy. The first five evaluations stop nothing: a metric is noisy at its beginning.
+# The first five evaluations stop no trial: a metric is noisy at its beginning.
+_EVALUATIONS: dict[str, float] = {"evaluation_interval": 1, "delay_evaluation": 5}
+# Class and defaults of each policy.
 _POLICIES: dict[str, tuple[str, dict[str, float]]] = {
-    "bandit": ("BanditPolicy", {"slack_factor": 0.1, "evaluation_interval": 1, "delay_evaluation": 5}),
-    "median": ("MedianStoppingPolicy", {"evaluation_interval": 1, "delay_evaluation": 5}),
-    "truncation": (
-        "TruncationSelectionPolicy",
-        {"truncation_percentage": 20, "evaluation_interval": 1, "delay_evaluation": 5},
-    ),
+    "bandit": ("BanditPolicy", {"slack_factor": 0.1, **_EVALUATIONS}),
+    "median": ("MedianStoppingPolicy", _EVALUATIONS),
+    "truncation": ("TruncationSelectionPolicy", {"truncation_percentage": 20, **_EVALUATIONS}),
 }
 # Azure ML's guide on tuning hyperparameters names these for Bayesian sampling.
 _BAYESIAN = ("choice", "uniform", "quniform")
-_TRIALS, _CONCURRENT = 20, 4
+_TRIALS = 20  # by default
 _PLAIN_TEXT = re.compile(r"[\w.+/-]+")
+# What a sweep has of the job of its trials.
+_OF_THE_TRIAL = (
+    *("name", "display_name", "experiment_name", "description", "tags", "identity", "inputs", "outputs"),
+    *("compute", "resources", "queue_settings"),
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class Sweep:
     metric: str | None = None
     goal: str | None = None
     trials: int | None = None
-    concurrent: int = _CONCURRENT
+    concurrent: int = 4
 
     def __post_init__(self) -> None:
         names = [parameter.name for parameter in self.parameters]
@@ -115,7 +119,7 @@ class Sweep:
                 raise JobError(f"{option} {number} is out of range: Azure ML takes 1 to 1000.")
 
     def warnings(self) -> list[str]:
-        """What Azure ML may refuse, by its own pages."""
+        """What Azure ML may refuse according to its documentation."""
         if self.sampling != "bayesian":
             return []
         others = [f"{each.key}={each.kind}" for each in self.parameters if each.kind not in _BAYESIAN]
@@ -213,11 +217,9 @@ def _constant(node: ast.expr) -> Any:
 
 
 def autotuning_parameters(stage: int, batch_size: int) -> list[Parameter]:
-    """What DeepSpeed's autotuner tries for a ZeRO stage, as hyperparameters of a recipe.
+    """What DeepSpeed's autotuner tries for a ZeRO stage (1 to 3), as hyperparameters of a recipe.
 
-    Args:
-        stage: ZeRO stage, 1 to 3.
-        batch_size: samples of a rank in a batch; half and twice as many are tried as well.
+    Of the batch size, which counts samples per rank, the half and the double are tried as well.
     """
     with redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output, which is for the job's YAML
         from deepspeed.autotuning import constants
@@ -235,14 +237,10 @@ def autotuning_parameters(stage: int, batch_size: int) -> list[Parameter]:
 
 
 def build_sweep(job: Command, sweep: Sweep) -> SweepJob:
-    """Make a sweep whose trials are the given job.
-
-    Args:
-        job: the job of one trial, whose command refers to `${{search_space.NAME}}`.
-        sweep: the search; its metric and goal are known.
+    """Make a sweep whose trials are the given job; its command refers to `${{search_space.NAME}}`.
 
     Raises:
-        JobError: the metric, a policy or an output is invalid.
+        JobError: the metric or the goal is missing, or a policy or an output is invalid.
     """
     from azure.ai.ml.sweep import Objective, SweepJob, SweepJobLimits
 
@@ -262,17 +260,7 @@ def build_sweep(job: Command, sweep: Sweep) -> SweepJob:
     combinations = math.prod(len(parameter.values) for parameter in sweep.parameters)
     trials = sweep.trials or (combinations if sweep.sampling == "grid" else _TRIALS)
     return SweepJob(
-        name=trial.name,
-        display_name=trial.display_name,
-        experiment_name=trial.experiment_name,
-        description=trial.description,
-        tags=trial.tags,
-        identity=trial.identity,
-        inputs=trial.inputs,
-        outputs=trial.outputs,
-        compute=trial.compute,
-        resources=trial.resources,
-        queue_settings=trial.queue_settings,
+        **{name: getattr(trial, name) for name in _OF_THE_TRIAL},
         trial=trial,
         search_space={parameter.name: _distribution(parameter) for parameter in sweep.parameters},
         sampling_algorithm=sweep.sampling,

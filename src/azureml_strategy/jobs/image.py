@@ -19,7 +19,7 @@ from pathlib import Path
 import azureml_strategy
 
 PACKAGE = "azureml-strategy"
-EXTRA = "tracking"  # azureml-mlflow: without it, a job's metrics do not reach its run
+EXTRA = "tracking"  # it brings azureml-mlflow, without which a job's metrics do not reach its run
 PLACE = "/opt/azureml-strategy"  # WORKDIR of our Dockerfile
 
 # The earliest date of the zip format. With a constant date, the same files give the same archive and the same image.
@@ -35,11 +35,7 @@ def shipped_constraints() -> str:
 
 
 def shipped_dockerfile(base_image: str | None = None) -> str:
-    """The text of this package's Dockerfile.
-
-    Args:
-        base_image: base image in place of its own.
-    """
+    """The text of this package's Dockerfile, on its own base image or on another."""
     text = _shipped("Dockerfile").decode()
     return _FROM.sub(f"FROM {base_image}", text) if base_image else text
 
@@ -51,13 +47,9 @@ def base_of(dockerfile: str) -> str:
 
 
 def adding_lines(wheel: str) -> list[str]:
-    """The lines of a Dockerfile that add the wheel to what is installed, whose versions stay.
-
-    Args:
-        wheel: its name in `PLACE`.
-    """
+    """The lines of a Dockerfile that add the wheel, which lies in `PLACE`. The installed versions stay."""
     return [
-        # Whatever version of ours is there: pip would keep one of the same number.
+        # pip would keep another build of the same version.
         f"RUN python -m pip uninstall --yes {PACKAGE} \\",
         f"    && python -m pip list --format=freeze > {PLACE}/installed.txt \\",
         f'    && python -m pip install --no-cache-dir --constraint {PLACE}/installed.txt "{PLACE}/{wheel}[{EXTRA}]" \\',
@@ -78,7 +70,7 @@ def build_folder(base_image: str | None = None) -> Path:
 
 @functools.cache  # a sweep renders many jobs, and the package does not change meanwhile
 def _build_folder(cache: Path, base_image: str | None) -> Path:
-    """Write the build context below one folder of the cache, which is an argument so that it is part of the key."""
+    """Write the build context below a folder of the cache. The folder is an argument as `functools.cache` needs it."""
 
     def fill(folder: Path) -> None:
         for name in _SHIPPED:
@@ -94,7 +86,7 @@ def serving_folder(kind: str, requirements: Path | None, *, cuda: bool = True) -
 
     Args:
         kind: `online` or `batch`.
-        requirements: further packages of the user's. Versions that constraints.txt has stay as they are there.
+        requirements: further packages of the user's. The versions in constraints.txt stay.
         cuda: whether the machines have GPUs. Without them the image has neither CUDA nor torch's libraries for it,
             which are gigabytes.
     """
@@ -107,7 +99,7 @@ def serving_folder(kind: str, requirements: Path | None, *, cuda: bool = True) -
         server = _shipped(f"{kind}.txt").decode()
         (folder / "serving.txt").write_text(f"{server}pillow\n", encoding="utf-8")
         pinned = {line.partition("==")[0] for line in server.splitlines()}  # whose versions take precedence
-        tested = _shipped("constraints.txt").decode().splitlines(keepends=True)
+        tested = shipped_constraints().splitlines(keepends=True)
         constraints = [line for line in tested if line.partition("==")[0] not in pinned]
         (folder / "constraints.txt").write_text("".join(constraints), encoding="utf-8")
         (folder / "own.txt").write_bytes(requirements.read_bytes() if requirements else b"")
@@ -119,13 +111,9 @@ def serving_folder(kind: str, requirements: Path | None, *, cuda: bool = True) -
 
 
 def keep_context(fill: Callable[[Path], None]) -> Path:
-    """Keep a build context in the user's cache, in a folder named after its content.
+    """Keep a build context, which `fill` writes to a folder, in the user's cache, in a folder named after its content.
 
-    Args:
-        fill: writes the content to the folder that it gets.
-
-    Returns:
-        The folder. The same content gives the same one, so that Azure ML uses the image again.
+    The same content gives the same folder, so that Azure ML uses the image again.
     """
     cache = _cache()
     cache.mkdir(parents=True, exist_ok=True)
@@ -161,14 +149,7 @@ def _content_hash(folder: Path) -> str:
 
 
 def write_wheel(folder: Path) -> Path:
-    """Write the package, as it is installed here, as a wheel.
-
-    Args:
-        folder: folder that receives it.
-
-    Returns:
-        Path of the wheel.
-    """
+    """Write the package, as it is installed here, as a wheel into a folder, and return its path."""
     name, content = _wheel()
     path = folder / name
     path.write_bytes(content)

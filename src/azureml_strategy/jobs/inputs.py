@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from azureml_strategy.jobs.azure_internals import output_uri
 from azureml_strategy.jobs.service_errors import JobError, ServiceError, service_errors
-from azureml_strategy.jobs.settings import InputSettings, JobSettings, OutputSettings
+from azureml_strategy.jobs.settings import InputSettings, JobSettings, OutputSettings, check_choice
 from azureml_strategy.network.vm_sizes import VMSize
 
 if TYPE_CHECKING:
     from azure.ai.ml import Input, MLClient, Output
-
 
 _ASSET = re.compile(r"azureml:(?P<name>[^/:@]+)(?::(?P<version>[^/:@]+)|@(?P<label>[^/:@]+))")
 
@@ -92,14 +91,9 @@ def check_data(inputs: Mapping[str, InputSettings], client: MLClient) -> None:
 
 
 def data_runtime_variables(patterns: Collection[str], size: VMSize | None) -> dict[str, str]:
-    """Environment variables that tune the data runtime of a job with mounted inputs.
+    """Environment variables that tune the data runtime of a job, by the access pattern of each mounted input.
 
-    Args:
-        patterns: the access pattern of each mounted input, one of `ACCESS_PATTERNS`.
-        size: VM size of the node; None if unknown.
-
-    Returns:
-        The variables by name; empty without a mounted input.
+    Without a mounted input there are none.
 
     Raises:
         JobError: a pattern is unknown, or the patterns differ: the variables apply to the whole job.
@@ -127,11 +121,6 @@ def data_runtime_variables(patterns: Collection[str], size: VMSize | None) -> di
 class OutputFiles:
     """The files in one output of a job.
 
-    Args:
-        client: client of the workspace.
-        job: name of the job.
-        output: name of the output.
-
     Attributes:
         names: path of each file in the output.
 
@@ -158,14 +147,10 @@ class OutputFiles:
             self.names: list[str] = [name.removeprefix(self._root) for name in storage.list(self._root)]
 
     def fetch(self, path: str, folder: Path) -> Path:
-        """Download a file, or a folder with its content.
-
-        Args:
-            path: path in the output.
-            folder: local folder that receives it, under its own name.
+        """Download a file, or a folder with its content, from its path in the output to a local folder.
 
         Returns:
-            The local path.
+            The local path, which ends in the same name.
         """
         target = folder / Path(path).name
         single = path in self.names
@@ -193,8 +178,8 @@ def job_inputs(inputs: Mapping[str, InputSettings]) -> dict[str, Input | float |
                 raise JobError(f"{place}.value is {each.value!r}. Azure ML takes a number, a text or a truth value.")
             found[name] = each.value
             continue
-        _check_choice(f"{place}.type", each.type, _INPUT_TYPES)
-        _check_choice(f"{place}.mode", each.mode, [mode for mode, types in _INPUT_MODES.items() if each.type in types])
+        check_choice(f"{place}.type", each.type, _INPUT_TYPES)
+        check_choice(f"{place}.mode", each.mode, [mode for mode, types in _INPUT_MODES.items() if each.type in types])
         if not each.path:
             raise JobError(
                 f"{place} has no path. Name a data asset, {place}.path=azureml:NAME@latest, a folder in a datastore, "
@@ -215,8 +200,8 @@ def job_outputs(outputs: Mapping[str, OutputSettings]) -> dict[str, Output]:
     for name, each in outputs.items():
         place = f"job.outputs.{name}"
         _check_name(place, name)
-        _check_choice(f"{place}.type", each.type, _OUTPUT_TYPES)
-        _check_choice(f"{place}.mode", each.mode, _OUTPUT_MODES)
+        check_choice(f"{place}.type", each.type, _OUTPUT_TYPES)
+        check_choice(f"{place}.mode", each.mode, _OUTPUT_MODES)
     return {name: Output(type=each.type, path=each.path, mode=each.mode) for name, each in outputs.items()}
 
 
@@ -229,10 +214,6 @@ def path_overrides(job: JobSettings, overrides: Sequence[str]) -> list[str]:
     """The overrides that give the recipe its paths, in Azure ML's notation: `data.root=${{inputs.images}}`.
 
     Do not quote them for the shell: the service replaces each placeholder with a path, or a variable that holds it.
-
-    Args:
-        job: settings whose inputs and outputs say which key they set.
-        overrides: the user's own overrides.
 
     Raises:
         JobError: two paths set the same key, or the user sets it too.
@@ -257,8 +238,3 @@ def path_overrides(job: JobSettings, overrides: Sequence[str]) -> list[str]:
 def _check_name(place: str, name: str) -> None:
     if not _NAME.fullmatch(name):
         raise JobError(f"{place} has a name that Azure ML refuses. Use letters, digits and _, a letter first.")
-
-
-def _check_choice(place: str, value: str | None, known: Sequence[str]) -> None:
-    if value is not None and value not in known:
-        raise JobError(f"{place} is {value!r}. Known: {', '.join(known)}.")

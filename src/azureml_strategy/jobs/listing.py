@@ -31,25 +31,13 @@ FINAL = ("Completed", "Failed", "Canceled")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def run_details(client: MLClient, name: str) -> Any:
-    """State, logs and error of a job.
-
-    Returns:
-        `azure.ai.ml._restclient.runhistory.models.RunDetails`.
-
-    Raises:
-        ServiceError: there is no job of this name.
-    """
-    with service_errors():
-        return run_details_of(client, name)
-
-
+@service_errors()
 def log_files(client: MLClient, name: str) -> dict[str, str]:
     """The addresses of the logs that a job has so far, by name, such as `user_logs/std_log.txt`.
 
     The addresses contain a signature. Do not show them.
     """
-    return dict(sorted((run_details(client, name).log_files or {}).items()))
+    return dict(sorted((run_details_of(client, name).log_files or {}).items()))
 
 
 def printed_log(names: list[str]) -> str | None:
@@ -59,12 +47,7 @@ def printed_log(names: list[str]) -> str | None:
 
 
 def read_log(client: MLClient, name: str, file: str | None = None) -> str:
-    """Read a log of a job.
-
-    Args:
-        client: client of the workspace.
-        name: name of the job.
-        file: name of the log. None reads the output of the first process.
+    """Read a log of a job; without the name of a log, the output of its first process.
 
     Raises:
         JobError: there is no such log, or none yet.
@@ -75,10 +58,10 @@ def read_log(client: MLClient, name: str, file: str | None = None) -> str:
     files = log_files(client, name)
     chosen = file or printed_log(list(files))
     if chosen not in files:
-        there = (
+        known = (
             f"It has: {', '.join(files)}." if files else "It has none yet; it is waiting for its nodes, or its image."
         )
-        raise JobError(f"{name} has no log {chosen or 'of its processes'}. {there}")
+        raise JobError(f"{name} has no log {chosen or 'of its processes'}. {known}")
     with service_errors():
         content = BlobClient.from_blob_url(files[chosen]).download_blob().readall()
     return bytes(content).decode("utf-8", errors="replace")
@@ -89,14 +72,10 @@ class JobSummary:
     """One job.
 
     Attributes:
-        name: name of the job, as every command takes it.
         status: Azure ML's word for the state of the job.
-        experiment, display_name: as submitted.
         created: time of creation in UTC, to the second.
         compute: name of the cluster. On serverless compute the VM size, or None if Azure ML chooses it.
-        nodes: number of nodes.
         studio_url: the job's page in Azure ML Studio.
-        tags: as submitted.
         outputs: names of the job's outputs.
     """
 
@@ -120,13 +99,7 @@ class JobSummary:
 def list_jobs(
     client: MLClient, limit: int, experiment: str | None = None, status: str | None = None
 ) -> list[JobSummary]:
-    """List the newest jobs.
-
-    Args:
-        client: client of the workspace.
-        limit: most jobs to list.
-        experiment: list only jobs of this experiment.
-        status: list only jobs in this state; upper and lower case are equal.
+    """List the newest jobs, at most as many as the limit; only those of an experiment or in a state (in any case).
 
     Raises:
         JobError: the limit is below 1.
@@ -143,19 +116,20 @@ def list_jobs(
         return list(islice(fitting, limit))
 
 
+@service_errors()
 def show_job(client: MLClient, name: str) -> JobSummary:
     """Look up one job.
 
     Raises:
         ServiceError: there is no job of this name.
     """
-    with service_errors():
-        return _summary(client.jobs.get(name))
+    return _summary(client.jobs.get(name))
 
 
+@service_errors()
 def job_failure(client: MLClient, name: str) -> str | None:
     """Why a job failed, without secrets; None if Azure ML gives no reason."""
-    error = getattr(run_details(client, name).error, "error", None)
+    error = getattr(run_details_of(client, name).error, "error", None)
     return redact_text(f"{error.code}: {error.message}") if error else None
 
 
@@ -180,8 +154,7 @@ def download_job(
     """Download the logs and outputs of a finished job.
 
     Args:
-        client: client of the workspace.
-        name: name of the job.
+        client, name: the workspace and the job.
         folder: target folder. Logs and `./outputs` go to its `artifacts/`, each output to its `named-outputs/NAME/`.
         output: download only this output, such as `run`. None downloads the logs and `./outputs`.
         everything: download the logs, `./outputs` and every output.
@@ -234,11 +207,7 @@ def tracking_uri(client: MLClient) -> str:
 
 
 def run_metrics(uri: str, run_id: str) -> dict[str, float]:
-    """The last value of each metric.
-
-    Args:
-        uri: address of the MLflow store, see `tracking_uri`.
-        run_id: id of the MLflow run, which is the job's name.
+    """The last value of each metric of a run in the MLflow store of an address, such as `tracking_uri` gives.
 
     Raises:
         mlflow.exceptions.MlflowException: there is no such run, or the service does not answer.
@@ -260,9 +229,9 @@ def store_address(store: str, client: Callable[[], MLClient]) -> str:
         ValueError: the address is none of these.
         ServiceError: Azure did not answer.
     """
-    mine = os.environ.get("MLFLOW_TRACKING_URI", "")
-    if mine and describe_store(mine) == store:
-        return mine
+    configured = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if configured and describe_store(configured) == store:
+        return configured
     if store.startswith("azureml:"):
         found = tracking_uri(client())
         if _workspace(store) in (_workspace(found), _workspace(describe_store(found))):
@@ -281,7 +250,7 @@ def store_address(store: str, client: Callable[[], MLClient]) -> str:
 
 
 def _workspace(uri: str) -> str:
-    """What tells a workspace from others, whatever region's host and version of its service answer for it."""
+    """The part of an address that identifies a workspace. The host and the version before it may differ."""
     path = unquote(urlsplit(uri).path).lower().rstrip("/")
     return path[max(0, path.find("/subscriptions/")) :]
 

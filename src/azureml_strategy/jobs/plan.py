@@ -33,13 +33,11 @@ class JobPlan:
     Attributes:
         name: what the experiment and the job's own name are made from.
         command: the command line of each process, for a shell.
-        cluster: where the job runs.
-        job: the job's settings in Azure ML.
         code: the folder of code that the job gets; None if it needs none.
-        needs: path in the folder of code of the file without which the job would fail.
-        tags: tags of ours, beside `job.tags`.
-        variables: environment variables of ours, beside `job.environment_variables`.
-        notes: lines for the user: what was chosen for them.
+        needs: path in the folder of code of a file without which the job would fail.
+        tags: further tags, beside `job.tags`.
+        variables: further environment variables, beside `job.environment_variables`.
+        notes: lines that tell the user what was chosen.
         sweep: the search whose trials run this; None for one job.
         title: what the display name, which MLflow shows as the run's, is made from; by default `name`.
     """
@@ -128,10 +126,7 @@ def override_texts(overrides: Iterable[str]) -> dict[str, str]:
 
 
 def refuse_secrets(texts: Mapping[str, str]) -> None:
-    """Refuse texts that contain a secret, before a job carries them.
-
-    Args:
-        texts: each value by its name: a variable, a key of the recipe, or another place that the user can find.
+    """Refuse texts that contain a secret, before a job carries them. Each has a name by which the user can find it.
 
     Raises:
         JobError: a value is secret by its name, by its form, or because a variable of this process with a secret name

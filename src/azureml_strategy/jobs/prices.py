@@ -7,10 +7,9 @@ import logging
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from azureml_strategy.cluster.job import Price
 from azureml_strategy.cluster.redaction import redact_text
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 
     from azureml_strategy.jobs.plan import JobPlan
 
+__all__ = ["Price", "price_for"]
+
 ADDRESS = "https://prices.azure.com/api/retail/prices"
 _ENDINGS = {" Spot": "spot", " Low Priority": "low_priority"}
 TIERS = ("dedicated", *_ENDINGS.values())
@@ -31,70 +32,52 @@ TIERS = ("dedicated", *_ENDINGS.values())
 _TIMEOUTS: dict[str, Any] = {"connection_timeout": 5, "read_timeout": 20}
 _RETRIES, _BACKOFF_S = 2, 0.4  # for a busy service (429, 5xx) or a dropped connection; Retry-After is obeyed
 
-log = logging.getLogger(__name__)
-
 _SOURCE = "Azure Retail Prices"
+
+log = logging.getLogger(__name__)
 
 
 class PricesUnavailable(RuntimeError):  # noqa: N818 - reads as what happened
     """The service did not answer with prices. The message is the HTTP reason or the name of the error."""
 
 
-@dataclass(frozen=True)
-class _Meter:
-    """One item that Azure bills: a VM size with an operating system, in a tier and a region."""
+class _Meter(NamedTuple):
+    """One item that Azure bills: a Linux VM in a tier, with a price that applies now."""
 
-    name: str
-    product: str
+    tier: str
     price: float
-    unit: str
-    kind: str
     start: str
-    end: str
 
-    @classmethod
-    def read(cls, item: dict[str, Any]) -> _Meter:
-        """Read an item of the service's JSON. Raises KeyError if its shape is not the documented one."""
-        return cls(
-            name=item["meterName"],
-            product=item["productName"],
-            price=float(item["retailPrice"]),
-            unit=item["unitOfMeasure"],
-            kind=item["type"],
-            start=item["effectiveStartDate"],
-            end=item.get("effectiveEndDate") or "9999",
-        )
 
-    @property
-    def tier(self) -> str:
-        """The tier, which ends the meter's name: `ND96isrH100v5 Spot`."""
-        return next((tier for ending, tier in _ENDINGS.items() if self.name.endswith(ending)), "dedicated")
+def _read_meter(item: dict[str, Any]) -> _Meter | None:
+    """Read an item of the service's JSON; None for what is not the price of a Linux VM that applies now.
 
-    @property
-    def counts(self) -> bool:
-        """Whether this is the meter of a Linux VM with a price that applies now.
-
-        Linux and Windows have meters of the same name. Only the product's name tells them apart.
-        """
-        if any(other in self.product for other in ("Windows", "Cloud Services", "Dedicated Host")):
-            return False
-        now = datetime.now(UTC).isoformat()
-        return (self.unit, self.kind) == ("1 Hour", "Consumption") and self.price > 0 and self.start <= now < self.end
+    Raises:
+        KeyError: the item has not the documented shape.
+    """
+    name, product, price = item["meterName"], item["productName"], float(item["retailPrice"])
+    unit, kind, start = item["unitOfMeasure"], item["type"], item["effectiveStartDate"]
+    end = item.get("effectiveEndDate") or "9999"
+    # Linux and Windows have meters of the same name. Only the product's name tells them apart.
+    other = any(each in product for each in ("Windows", "Cloud Services", "Dedicated Host"))
+    applies = start <= datetime.now(UTC).isoformat() < end
+    if other or (unit, kind) != ("1 Hour", "Consumption") or not (price > 0 and applies):
+        return None
+    # The tier ends the meter's name: `ND96isrH100v5 Spot`.
+    tier = next((tier for ending, tier in _ENDINGS.items() if name.endswith(ending)), "dedicated")
+    return _Meter(tier, price, start)
 
 
 def prices_by_tier(vm_size: str, region: str, currency: str, address: str = ADDRESS) -> dict[str, float]:
     """The price of one Linux VM per hour, for each tier that has an unambiguous price.
 
-    Args:
-        vm_size: name in Azure's spelling, `Standard_ND96isr_H100_v5`; the service may be case-sensitive.
-        region: region, such as `eastus`.
-        currency: ISO 4217 code.
-        address: address of the service.
+    The service may be case-sensitive: the size is in Azure's spelling, `Standard_ND96isr_H100_v5`, and the region is
+    such as `eastus`.
 
     Raises:
         PricesUnavailable: the service did not answer with prices.
     """
-    meters = [meter for meter in _fetch(vm_size, region, currency, address) if meter.counts]
+    meters = _fetch(vm_size, region, currency, address)
     found = {tier: _one_price([each for each in meters if each.tier == tier], vm_size, tier) for tier in TIERS}
     return {tier: price for tier, price in found.items() if price is not None}
 
@@ -123,7 +106,7 @@ def _fetch(vm_size: str, region: str, currency: str, address: str) -> list[_Mete
                 answer = client.send_request(request)
                 answer.raise_for_status()
                 page = answer.json()
-                meters += [_Meter.read(item) for item in page["Items"]]
+                meters += filter(None, map(_read_meter, page["Items"]))
                 if not page.get("NextPageLink"):
                     return meters
                 request = HttpRequest("GET", page["NextPageLink"])
@@ -140,9 +123,6 @@ def _one_price(meters: Sequence[_Meter], vm_size: str, tier: str) -> float | Non
     return prices.pop() if len(prices) == 1 else None
 
 
-__all__ = ["Price", "price_for"]
-
-
 class _Cached(TypedDict):
     """Prices of each tier, with the day (UTC) on which the service gave them."""
 
@@ -155,7 +135,7 @@ def add_price(plan: JobPlan, job: Command, region: str | None, *, offline: bool)
 
     Args:
         plan: the plan that names the cluster.
-        job: what was made of the plan. The user's own variables take precedence.
+        job: the rendered plan. Its own variables take precedence.
         region: region of the cluster.
         offline: make no request, and use the cached prices only.
 
@@ -223,7 +203,7 @@ def price_for(
 
 
 def _tier_prices(size: str, region: str, currency: str, address: str, offline: bool) -> _Cached | None:
-    """The prices of a size by tier: those of today, asked of the service unless they are cached, or older ones."""
+    """The prices of a size by tier: today's, from the cache or the service; older ones if the service is away."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     file = caches / "azureml_strategy" / "prices" / f"{size}-{region}-{currency}.json".lower()
     cached: _Cached | None = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None

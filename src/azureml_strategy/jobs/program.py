@@ -21,6 +21,7 @@ from azureml_strategy.jobs.settings import (
     InputSettings,
     JobSettings,
     OutputSettings,
+    check_choice,
     read_section,
 )
 from azureml_strategy.training.checks import compose_settings
@@ -28,11 +29,11 @@ from azureml_strategy.training.recipes import RecipeError, near_matches
 
 # What Azure ML replaces in a command.
 REFERENCE = re.compile(r"\$\{\{\s*((?:inputs|outputs|search_space)\.\w+)\s*\}\}")
-_MEANT = re.compile(r"\$\{\{\s*(?:inputs|outputs|search_space)\b[^}]*\}\}")
+_LOOKS_LIKE_REFERENCE = re.compile(r"\$\{\{\s*(?:inputs|outputs|search_space)\b[^}]*\}\}")
 # azure-ai-ml makes references of an older form, `{inputs.x}`, as well.
 _BRACKETS = re.compile(r"\{(?=\{|inputs\.|outputs\.|search_space\.)")
 
-# These start the processes of a node themselves, so that Azure ML starts one on each.
+# These programs start the processes of a node themselves, so that Azure ML starts one process on each node.
 _STARTERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate launch", "deepspeed")
 _CHECKPOINTS = ("auto", "any", "never", "off")
 NO_CODE = "none"  # `job.code`: the job gets no folder
@@ -50,10 +51,10 @@ def quote_argument(argument: str, references: Collection[str]) -> str:
 
     Args:
         argument: any text without a null character.
-        references: the references that there are, as `inputs.images`.
+        references: what the argument may refer to, as `inputs.images`.
 
     Raises:
-        JobError: the argument names an input, output or hyperparameter that there is not.
+        JobError: the argument refers to an input, an output or a hyperparameter that the job does not have.
     """
     if "\0" in argument:
         raise JobError(f"The argument {argument!r} contains a null character, which no command line can hold.")
@@ -71,19 +72,19 @@ def _quote_text(text: str) -> str:
 
 
 def check_references(text: str, references: Collection[str]) -> None:
-    """Check that each reference in a command or argument names something that there is.
+    """Check that each reference in a command or argument is one of these.
 
     Raises:
         JobError: one does not; the message names the near matches.
     """
-    for meant in _MEANT.findall(text):
-        found = REFERENCE.fullmatch(meant)
+    for written in _LOOKS_LIKE_REFERENCE.findall(text):
+        found = REFERENCE.fullmatch(written)
         if found is None or found[1] not in references:
             known = [f"${{{{{each}}}}}" for each in references]
-            near = near_matches(meant, known) if known else "There is none."
+            near = near_matches(written, known) if known else "There is none."
             raise JobError(
-                f"{meant} refers to no input or output of this job. {near} An input is declared by --input NAME=PATH, "
-                "an output by --output NAME."
+                f"{written} refers to no input or output of this job. {near} An input is declared by --input "
+                "NAME=PATH, an output by --output NAME."
             )
 
 
@@ -122,12 +123,6 @@ class Program:
         return Path(self.script).stem if self.script else str(self.module or self.verb).rpartition(".")[-1]
 
 
-def size_words(cluster: str | None, num_nodes: int | None) -> list[str]:
-    """A size and a number of nodes as overrides."""
-    size = [] if cluster is None else [f"cluster={cluster}"]
-    return size if num_nodes is None else [*size, f"cluster.num_nodes={num_nodes}"]
-
-
 def program_of(words: Sequence[str]) -> Program:
     """The program that the words of a command run; `python train.py --lr 0.1` is a script with arguments."""
     if words[0] in ("python", "python3") and len(words) > 1:
@@ -150,6 +145,21 @@ class ProgramData:
 
     inputs: Mapping[str, str | float] = field(default_factory=dict)
     outputs: Mapping[str, str | None] = field(default_factory=dict)
+
+
+def plan_call(
+    program: Program,
+    cluster: str | None,
+    num_nodes: int | None,
+    overrides: Sequence[str],
+    inputs: Mapping[str, str | float] | None,
+    outputs: Mapping[str, str | None] | None,
+    sweep: Sweep | None = None,
+) -> JobPlan:
+    """Plan the job of a program from the arguments of `submit_script`, `submit_command` or `render_script`."""
+    size = [] if cluster is None else [f"cluster={cluster}"]
+    nodes = [] if num_nodes is None else [f"cluster.num_nodes={num_nodes}"]
+    return plan_program(program, [*size, *nodes, *overrides], ProgramData(inputs or {}, outputs or {}), sweep)
 
 
 def plan_program(
@@ -253,7 +263,7 @@ def _data_overrides(data: ProgramData) -> list[str]:
 
 
 def _input_settings(name: str, given: str | float) -> InputSettings:
-    """Tell data from values. What is at the address decides its type; an asset's is known to the workspace alone."""
+    """Tell data from values. A file or a folder is told by its address; the type of an asset is not known here."""
     if not isinstance(given, str):
         return InputSettings(value=given)
     if _URL.match(given):
@@ -348,7 +358,7 @@ def _python_path(code: str | None, job: JobSettings) -> dict[str, str]:
 
 
 def _folder_in_code(code: str | None) -> str | None:
-    """The current folder in the folder of code, in which the program runs as it does here; None if it is outside."""
+    """The path of the current folder in the folder of code; None if it is outside. The program runs there, as here."""
     if code is None:
         return None
     folder = os.path.relpath(os.path.realpath(os.curdir), os.path.realpath(code))
@@ -400,8 +410,7 @@ def _checkpoint(program: Program, cluster: ClusterSettings, job: JobSettings) ->
     """The variable by which each Trainer of the job saves and resumes, and a line about it."""
     preemptible = cluster.tier == "low_priority" and not job.plain and program.verb is None
     chosen = job.checkpoint or ("auto" if preemptible else "off")
-    if chosen not in _CHECKPOINTS:
-        raise JobError(f"job.checkpoint is {chosen!r}. Known: {', '.join(_CHECKPOINTS)}.")
+    check_choice("job.checkpoint", chosen, _CHECKPOINTS)
     if chosen == "off":
         return {}, []
     if "run" not in job.outputs:

@@ -34,11 +34,8 @@ class JobRecipe:
     """A recipe, its overrides and the settings of its job.
 
     Attributes:
-        recipe: the recipe of the run.
         overrides: the user's overrides, unchanged.
         paths: further overrides, which give the run the paths of the job's inputs and outputs.
-        cluster: where the job runs.
-        job: the job's settings in Azure ML.
         own_modules: whether the recipe names a module of the current folder, so that the job needs that folder.
         sweep: the search whose trials run this; None for one job.
     """
@@ -77,12 +74,7 @@ def plan_recipe(recipe: str, overrides: Sequence[str], sweep: Sweep | None = Non
 
 
 def read_recipe(recipe: str, overrides: Sequence[str], sweep: Sweep | None = None) -> JobRecipe:
-    """Compose a recipe and read its `cluster` and `job` sections.
-
-    Args:
-        recipe: the name of a shipped recipe, or the path of a YAML file.
-        overrides: overrides of one run, in Hydra's notation.
-        sweep: a search over keys of the recipe.
+    """Compose a recipe, by its name or the path of its file, and read its `cluster` and `job` sections.
 
     Raises:
         JobError: the recipe, an override or a key is misspelt, or the overrides contain a sweep, a flag of Hydra or a
@@ -120,7 +112,7 @@ def read_recipe(recipe: str, overrides: Sequence[str], sweep: Sweep | None = Non
 def _complete_sweep(sweep: Sweep, config: DictConfig) -> Sweep:
     """Take the metric and the goal from the recipe's checkpoints, and DeepSpeed's tuning space from its strategy."""
     if any(each.kind == AUTOTUNING for each in sweep.parameters):
-        own = [each for each in sweep.parameters if each.kind != AUTOTUNING]
+        named = [each for each in sweep.parameters if each.kind != AUTOTUNING]
         strategy = config.strategy
         stage = strategy.get("stage") if "DeepSpeed" in str(strategy.get("_target_")) else None
         if stage is None or OmegaConf.select(config, "data.batch_size") is None:
@@ -129,7 +121,7 @@ def _complete_sweep(sweep: Sweep, config: DictConfig) -> Sweep:
                 "Take strategy=deepspeed_stage_2, say, and data with a batch_size."
             )
         tuned = autotuning_parameters(stage, int(config.data.batch_size))
-        parameters = {each.key: each for each in [*tuned, *own]}
+        parameters = {each.key: each for each in [*tuned, *named]}
         sweep = replace(sweep, parameters=tuple(parameters.values()))
         best: tuple[str | None, str] = ("throughput/samples_per_second", "max")
     else:
@@ -147,7 +139,7 @@ def _trial_overrides(sweep: Sweep, config: DictConfig) -> list[str]:
         key = parameter.key
         section = OmegaConf.select(config, key.rpartition(".")[0]) if "." in key else config
         known_to_class = isinstance(section, DictConfig) and "_target_" in section
-        if not known_to_class:  # whose constructor may take more than the recipe names
+        if not known_to_class:  # a class may take more arguments than the recipe names
             check_key(config, key, "is to be varied")
         words.append(f"++{key}=${{{{search_space.{parameter.name}}}}}")
     return words
@@ -193,12 +185,7 @@ def command_line(recipe: JobRecipe) -> str:
 
 
 def check_key(config: DictConfig, key: str, why: str) -> None:
-    """Refuse a key that the recipe does not have: the job would fail at it.
-
-    Args:
-        config: the composed recipe.
-        key: the key, with dots.
-        why: what the key is for, for the message.
+    """Refuse a key with dots that the composed recipe does not have: the job would fail at it.
 
     Raises:
         JobError: the recipe has no such key; the message names the near matches.
@@ -221,5 +208,5 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
             yield from _leaves(each, path)
     elif isinstance(node, dict):
         for name, child in node.items():
-            if path or name != "hydra":  # the hydra section repeats every override
+            if path or name != "hydra":  # the section hydra repeats every override
                 yield from _leaves(child, f"{path}.{name}" if path else str(name))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -26,35 +26,24 @@ _CHECKPOINT = re.compile(r"(?:.*/)?[^/]+\.ckpt(?=/|$)")  # Lightning writes a fi
 _LAST = re.compile(r"last(-v\d+)?\.ckpt")  # what ModelCheckpoint(save_last=True) writes
 
 
-def register_run(
-    client: MLClient,
-    name: str,
-    job: str,
-    *,
-    output: str = "run",
-    checkpoint: str | None = None,
-    version: str | None = None,
-    trust_pickles: bool = False,
-    overrides: Mapping[str, Any] | None = None,
-) -> Model:
-    """Register the weights of a finished job.
+@contextmanager
+def job_checkpoint(
+    client: MLClient, job: str, output: str, checkpoint: str | None
+) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Fetch a checkpoint of a finished job into a temporary folder.
 
     Args:
         client: client of the workspace.
-        name: name of the model.
         job: name of the job.
         output: name of the job's output that holds the checkpoints.
         checkpoint: path of the checkpoint in that output. None lets `choose_checkpoint` choose.
-        version: version of the model. None takes the next number.
-        trust_pickles: whether to run the code that the checkpoint's files ask for.
-        overrides: what the caller knows of the module, as `module_overrides` makes it.
 
-    Returns:
-        The registered model: a folder with `weights.ckpt`, which `LightningModule.load_from_checkpoint` reads.
+    Yields:
+        The checkpoint, and the tags of the model that is made of it.
 
     Raises:
         JobError: the job is not over, has no such checkpoint, or the checkpoint is damaged.
-        ServiceError: storage cannot be read or written.
+        ServiceError: storage cannot be read.
     """
     found = show_job(client, job)
     if not found.final:
@@ -64,7 +53,6 @@ def register_run(
     files = OutputFiles(client, job, output)
     stored = _read_manifests(files)
     chosen = choose_checkpoint(files.names, checkpoint, stored)
-    tags = {**found.tags, "job": job, "checkpoint": chosen, "status": found.status}
     with TemporaryDirectory() as folder:
         local = files.fetch(chosen, Path(folder))
         fault = stored[chosen].fault(local.parent) if chosen in stored else None
@@ -72,9 +60,7 @@ def register_run(
             raise JobError(
                 f"{chosen} of {job} is damaged: {fault}. {_list_checkpoints([*stored])} Type --checkpoint PATH."
             )
-        return register_checkpoint(
-            client, name, local, version=version, tags=tags, trust_pickles=trust_pickles, overrides=overrides
-        )
+        yield local, {**found.tags, "job": job, "checkpoint": chosen, "status": found.status}
 
 
 def register_checkpoint(
@@ -90,13 +76,14 @@ def register_checkpoint(
     """Register the weights of a checkpoint on this machine, written by any strategy, without the optimizer states.
 
     Args:
-        client: client of the workspace.
-        name: name of the model.
+        client, name, tags: the workspace, the model's name there and its tags.
         checkpoint: file or folder that the Trainer wrote.
         version: version of the model. None takes the next number.
-        tags: tags on the model's page.
         trust_pickles: whether to run the code that the checkpoint's files ask for.
         overrides: what the caller knows of the module, as `module_overrides` makes it.
+
+    Returns:
+        The model: a folder with `weights.ckpt`, which `LightningModule.load_from_checkpoint` reads.
 
     Raises:
         JobError: the path is not a checkpoint.
@@ -135,9 +122,9 @@ def choose_checkpoint(names: list[str], asked: str | None, stored: Mapping[str, 
 
     Args:
         names: every file of the output.
-        asked: path of a checkpoint in the output. None takes the best checkpoint that has a manifest, or the newest
-            one if none has a score. Without any manifest, None takes the only checkpoint that is not `last.ckpt`, or
-            `last.ckpt` if there is no other.
+        asked: path of a checkpoint in the output. With None, the manifests decide: the best checkpoint is taken, or
+            the newest one if none has a score. Without any manifest, the only checkpoint beside `last.ckpt` is taken,
+            or `last.ckpt` if there is no other.
         stored: the manifests of `JobCheckpoint`, by the path of their checkpoint.
 
     Raises:
@@ -160,14 +147,17 @@ def choose_checkpoint(names: list[str], asked: str | None, stored: Mapping[str, 
 
 
 def _read_manifests(files: OutputFiles) -> dict[str, Manifest]:
-    """Read the output's manifests, without unreadable ones: a `JobCheckpoint` without a manifest is half-written."""
+    """Read the output's manifests, by the path of their checkpoint.
+
+    Unreadable ones are left out: a checkpoint of `JobCheckpoint` without a manifest is half-written.
+    """
     paths = {match[0] for name in files.names if (match := _CHECKPOINT.match(name))}
     found: dict[str, Manifest] = {}
     with TemporaryDirectory() as folder:
         for path in sorted(paths):
             manifest = manifest_path(PurePosixPath(path))
             if str(manifest) in files.names:
-                with contextlib.suppress(ValueError):
+                with suppress(ValueError):
                     found[path] = Manifest.read(files.fetch(str(manifest), Path(folder)))
     return found
 

@@ -17,14 +17,9 @@ from azureml_strategy.jobs.hyperparameters import build_sweep
 from azureml_strategy.jobs.inputs import access_patterns, data_runtime_variables, job_inputs, job_outputs
 from azureml_strategy.jobs.plan import JobPlan
 from azureml_strategy.jobs.prices import add_price
-from azureml_strategy.jobs.program import Program, ProgramData, plan_program, size_words
+from azureml_strategy.jobs.program import Program, plan_call
 from azureml_strategy.jobs.recipe import plan_recipe
-from azureml_strategy.jobs.resources import (
-    distribution_of,
-    identity_of,
-    resources_of,
-    services_of,
-)
+from azureml_strategy.jobs.resources import resources_of, services_of
 from azureml_strategy.jobs.service_errors import JobError
 
 if TYPE_CHECKING:
@@ -87,9 +82,8 @@ def render_script(
     Raises:
         JobError: the script, a setting or an input is invalid.
     """
-    words = [*size_words(cluster, num_nodes), *overrides]
     program = Program(script=script, arguments=tuple(arguments))
-    job, _ = _build_with_price(plan_program(program, words, ProgramData(inputs or {}, outputs or {})), name)
+    job, _ = _build_with_price(plan_call(program, cluster, num_nodes, overrides, inputs, outputs), name)
     return job
 
 
@@ -97,7 +91,7 @@ def render_offline(plan: JobPlan, name: str | None) -> tuple[Command, Price | No
     """Render a plan without a request.
 
     Returns:
-        The job, of a sweep that of a trial; the price of a node, if it is known; and the YAML of the job or the sweep.
+        The job, which is that of a trial in a sweep; the price of a node, if it is known; the YAML of the job or sweep.
 
     Raises:
         JobError: the cluster, the name, the job or the sweep is invalid.
@@ -125,10 +119,6 @@ def _build_with_price(plan: JobPlan, name: str | None) -> tuple[Command, Price |
 def build_job(plan: JobPlan, name: str | None) -> Command:
     """Render a plan, without the price of a node; `add_price` adds it.
 
-    Args:
-        plan: what the job runs.
-        name: name of the job. With None, the service chooses one.
-
     Raises:
         JobError: the cluster, the name or the job is invalid.
     """
@@ -136,11 +126,7 @@ def build_job(plan: JobPlan, name: str | None) -> Command:
     from azure.ai.ml import command
 
     cluster, job, size = plan.cluster, plan.job, plan.size
-    nodes = {
-        "distribution": distribution_of(cluster, job, size),
-        "identity": identity_of(job.identity),
-        **resources_of(cluster, job, size),
-    }
+    resources = resources_of(cluster, job, size)
     check_image(job.environment, size)
     if name is not None and not _JOB_NAME.fullmatch(name):
         raise JobError(
@@ -148,7 +134,7 @@ def build_job(plan: JobPlan, name: str | None) -> Command:
         )
     environment = job_environment(job.environment, plan.code)
     display_name, experiment, tags = job.display_name, job.experiment, dict(job.tags)
-    variables = {**plan.variables, **job.environment_variables}  # the user's own take precedence
+    variables = {**plan.variables, **job.environment_variables}  # the user's own variables take precedence
     if not job.plain:
         where = size.short_name if size else cluster.compute
         display_name = display_name or f"{plan.title or plan.name}, {cluster.num_nodes} x {where}"
@@ -169,7 +155,7 @@ def build_job(plan: JobPlan, name: str | None) -> Command:
         inputs=job_inputs(job.inputs),
         outputs=job_outputs(job.outputs),
         services=services_of(job.services) or None,
-        **nodes,
+        **resources,
     )
     if job.max_instance_count is not None:
         made.resources.max_instance_count = job.max_instance_count  # no argument of `command` sets it

@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-i", "--index-url", "--pypi-url")
     parser.add_argument("--hash")
     parser.add_argument("--require-hashes", action="store_true")
-    # These are here only so that a shortened name is as ambiguous as it is for pip, and that values are not taken.
+    # The others are here so that a shortened name is as ambiguous as it is for pip, and their values belong to them.
     for name in ("--extra-index-url", "--no-binary", "--only-binary", "--trusted-host", "--use-feature"):
         parser.add_argument(name)
     for name in ("--no-index", "--prefer-binary", "--pre"):
@@ -56,9 +56,8 @@ class Line:
     """A logical line of a requirements file.
 
     Attributes:
-        place: the file and the number of its first line.
+        place: the file and the number of the first line.
         requirement: what it asks for, without options; may be empty.
-        options: its options.
     """
 
     place: str
@@ -97,10 +96,6 @@ def refuse_secret_lines(name: str, text: str) -> None:
 
 def read_lines(name: str, text: str) -> Iterator[Line]:
     """Yield the lines of a requirements file: joined, without comments, and parted from their options.
-
-    Args:
-        name: what errors call the file.
-        text: its text.
 
     Raises:
         JobError: the options of a line cannot be read.
@@ -261,7 +256,7 @@ def _refuse_local(line: Line, address: str) -> None:
 
 @cache
 def _tested_versions() -> dict[str, Requirement]:
-    """The tested set as our own image has it, by name."""
+    """The tested versions of our own image, by name."""
     lines = read_lines("constraints.txt", shipped_constraints())
     pins = (Requirement(line.requirement) for line in lines)
     fitting = [each for each in pins if each.marker is None or each.marker.evaluate(dict(_IMAGE))]
@@ -280,8 +275,7 @@ def _own_requirements() -> dict[str, Requirement]:
 def refuse_unfit(packages: dict[str, Requirement]) -> None:
     """Refuse a pinned version that this package cannot work with, before an image is built for minutes.
 
-    Args:
-        packages: each package by the place that names it.
+    Each package comes with the place that names it.
 
     Raises:
         JobError: a version is pinned that no installation with this package can have.

@@ -1,6 +1,4 @@
-"""Checks the VM size, nodes, processes and services that a job or cluster asks for, and writes them as azure-ai-ml
-arguments.
-"""
+"""Checks the VM size, nodes, processes and services of a job or cluster, and writes them as azure-ai-ml's arguments."""
 
 from __future__ import annotations
 
@@ -8,19 +6,12 @@ import datetime
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from azureml_strategy.jobs.service_errors import JobError
-from azureml_strategy.jobs.settings import ClusterSettings, IdentitySettings, JobSettings, ServiceSettings
+from azureml_strategy.jobs.settings import ClusterSettings, IdentitySettings, JobSettings, ServiceSettings, check_choice
 from azureml_strategy.network.vm_sizes import UnknownVMSize, VMSize, bare_name, known_vm_sizes, lookup_vm_size
 
-if TYPE_CHECKING:
-    from azure.ai.ml.entities import (
-        AmlTokenConfiguration,
-        ManagedIdentityConfiguration,
-        UserIdentityConfiguration,
-    )
-SERVICES = ("ssh", "vs_code", "jupyter_lab", "tensor_board")
 _PUBLIC_KEYS = ("ssh-", "ecdsa-", "sk-")
 TIERS = ("dedicated", "low_priority")
 SERVERLESS = "serverless"
@@ -59,7 +50,7 @@ def _service(place: str, kind: str, given: ServiceSettings) -> Any:
         return VsCodeJobService(nodes=nodes)
     if kind == "jupyter_lab":
         return JupyterLabJobService(nodes=nodes)
-    raise JobError(f"{place} has type {kind!r}. Known: {', '.join(SERVICES)}.")
+    raise JobError(f"{place} has type {kind!r}. Known: ssh, vs_code, jupyter_lab, tensor_board.")
 
 
 def _read_public_key(place: str, given: str | None) -> str:
@@ -81,10 +72,7 @@ def _read_public_key(place: str, given: str | None) -> str:
 
 
 def find_size(name: str) -> VMSize:
-    """Look up a VM size that Azure still offers.
-
-    Args:
-        name: name of the size, in any case, with or without `Standard_`.
+    """Look up a VM size that Azure still offers, by its name in any case, with or without `Standard_`.
 
     Raises:
         JobError: no VM size has this name, the name lacks its generation, or Azure no longer offers the size.
@@ -127,16 +115,10 @@ def offered_sizes() -> tuple[VMSize, ...]:
 
 
 def check_nodes(size: VMSize, nodes: int, *, allowed: bool, option: str) -> None:
-    """Refuse several GPU nodes without InfiniBand, unless the user has confirmed them.
-
-    Args:
-        size: VM size of each node.
-        nodes: number of nodes.
-        allowed: whether the user has confirmed.
-        option: what the user types to confirm.
+    """Refuse several GPU nodes without InfiniBand, unless the user has allowed them by the option.
 
     Raises:
-        JobError: there are several such nodes and the user has not confirmed.
+        JobError: there are several such nodes, and they are not allowed.
     """
     if nodes <= 1 or size.infiniband or size.gpus == 0 or allowed:
         return
@@ -152,10 +134,6 @@ def check_nodes(size: VMSize, nodes: int, *, allowed: bool, option: str) -> None
 
 def scale_up_advice(size: VMSize, nodes: int) -> str | None:
     """Advise more GPUs per node in place of more nodes: GPUs of one node talk over NVLink or PCIe, not over a network.
-
-    Args:
-        size: VM size of each node.
-        nodes: number of nodes.
 
     Returns:
         One sentence that names the largest size with the same GPU; None for one node, or if no size is larger.
@@ -173,9 +151,7 @@ def scale_up_advice(size: VMSize, nodes: int) -> str | None:
 def compute_name(size: VMSize, tier: str) -> str:
     """The default name of a cluster of this size: letters, digits and hyphens, at most 32.
 
-    Args:
-        size: VM size of the nodes.
-        tier: `dedicated` or `low_priority`. Azure ML keeps low-priority nodes in separate clusters.
+    Azure ML keeps low-priority nodes in clusters of their own.
     """
     name = size.short_name.replace("_", "-")
     return f"{name}-low" if tier == "low_priority" else name
@@ -190,8 +166,7 @@ def node_size(cluster: ClusterSettings) -> VMSize | None:
     """
     if cluster.num_nodes < 1:
         raise JobError(f"cluster.num_nodes is {cluster.num_nodes}. A job has at least one node.")
-    if cluster.tier not in TIERS:
-        raise JobError(f"cluster.tier is {cluster.tier!r}. Known: {', '.join(TIERS)}.")
+    check_choice("cluster.tier", cluster.tier, TIERS)
     if cluster.vm_size is None:
         if cluster.compute is None:
             raise JobError(
@@ -235,7 +210,7 @@ def node_processes(cluster: ClusterSettings, distribution: str, size: VMSize | N
     return asked
 
 
-def distribution_of(cluster: ClusterSettings, job: JobSettings, size: VMSize | None) -> Any:
+def _distribution(cluster: ClusterSettings, job: JobSettings, size: VMSize | None) -> Any:
     """Azure ML's distribution, which starts the processes and tells them of one another; None for `none`.
 
     Raises:
@@ -243,15 +218,25 @@ def distribution_of(cluster: ClusterSettings, job: JobSettings, size: VMSize | N
     """
     from azure.ai.ml import MpiDistribution, PyTorchDistribution, RayDistribution, TensorFlowDistribution
 
-    if job.distribution not in DISTRIBUTIONS:
-        raise JobError(f"job.distribution is {job.distribution!r}. Known: {', '.join(DISTRIBUTIONS)}.")
+    check_choice("job.distribution", job.distribution, DISTRIBUTIONS)
     if job.parameter_server_count and job.distribution != "tensorflow":
         raise JobError(
             f"job.parameter_server_count is {job.parameter_server_count}, but job.distribution is {job.distribution}: "
             "parameter servers are TensorFlow's. Add job.distribution=tensorflow, or leave the number out."
         )
     if job.distribution == "none":
-        return _no_distribution(cluster, job)
+        if cluster.processes_per_node not in (None, 1):
+            raise JobError(
+                f"cluster.processes_per_node is {cluster.processes_per_node}, but job.distribution=none starts one "
+                "process a node. Leave one of the two out."
+            )
+        if cluster.num_nodes > 1 and not job.plain:
+            raise JobError(
+                f"job.distribution=none on {cluster.num_nodes} nodes starts a process on each that is told of no "
+                "other: each would train alone. Leave it out, take cluster.num_nodes=1, or, where the program finds "
+                "the other nodes by itself, add job=plain."
+            )
+        return None
     processes = node_processes(cluster, job.distribution, size)
     if job.distribution == "tensorflow":
         servers = job.parameter_server_count
@@ -264,32 +249,18 @@ def distribution_of(cluster: ClusterSettings, job: JobSettings, size: VMSize | N
     return kind(process_count_per_instance=processes)
 
 
-def _no_distribution(cluster: ClusterSettings, job: JobSettings) -> None:
-    if cluster.processes_per_node not in (None, 1):
-        raise JobError(
-            f"cluster.processes_per_node is {cluster.processes_per_node}, but job.distribution=none starts one process "
-            "a node. Leave one of the two out."
-        )
-    if cluster.num_nodes > 1 and not job.plain:
-        raise JobError(
-            f"job.distribution=none on {cluster.num_nodes} nodes starts a process on each that is told of no other: "
-            "each would train alone. Leave it out, take cluster.num_nodes=1, or, where the program finds the other "
-            "nodes by itself, add job=plain."
-        )
-
-
 def resources_of(cluster: ClusterSettings, job: JobSettings, size: VMSize | None) -> dict[str, Any]:
-    """Compute, nodes, queue, limits and shared memory as arguments of `azure.ai.ml.command`.
+    """Compute, nodes, processes, identity, queue, limits and shared memory as arguments of `azure.ai.ml.command`.
 
     Raises:
         JobError: a value is invalid. The service or a node would refuse it only later.
     """
+    distribution, identity = _distribution(cluster, job, size), _identity(job.identity)
     if job.shm_size is not None and not _SHARED_MEMORY.fullmatch(job.shm_size):
         raise JobError(f"job.shm_size is {job.shm_size!r}. Write a number and one of b, k, m and g, such as 64g.")
     if job.timeout is not None and job.timeout < 1:
         raise JobError(f"job.timeout is {job.timeout}. Give the seconds, 1 or more, or null for no limit.")
-    if job.queue.priority not in (None, *PRIORITIES):
-        raise JobError(f"job.queue.priority is {job.queue.priority!r}. Known: {', '.join(PRIORITIES)}.")
+    check_choice("job.queue.priority", job.queue.priority, PRIORITIES)
     if job.max_instance_count is not None and job.max_instance_count < cluster.num_nodes:
         raise JobError(
             f"job.max_instance_count is {job.max_instance_count}, below cluster.num_nodes={cluster.num_nodes}, from "
@@ -305,6 +276,8 @@ def resources_of(cluster: ClusterSettings, job: JobSettings, size: VMSize | None
         raise JobError(f"job.locations={job.locations} is for serverless nodes: add cluster.compute=serverless.")
     compute = cluster.compute or (compute_name(size, cluster.tier) if size else None)
     return {
+        "distribution": distribution,
+        "identity": identity,
         "compute": None if serverless else compute,
         "instance_count": None if job.plain and cluster.num_nodes == 1 else cluster.num_nodes,
         "instance_type": size.name if serverless and size else job.instance_type,
@@ -317,9 +290,7 @@ def resources_of(cluster: ClusterSettings, job: JobSettings, size: VMSize | None
     }
 
 
-def identity_of(
-    identity: IdentitySettings,
-) -> ManagedIdentityConfiguration | UserIdentityConfiguration | AmlTokenConfiguration | None:
+def _identity(identity: IdentitySettings) -> Any:
     """The identity whose rights the job has.
 
     Raises:
@@ -329,15 +300,12 @@ def identity_of(
 
     if identity.client_id and identity.type != "managed":
         raise JobError(f"job.identity.client_id is for job.identity.type=managed, but the type is {identity.type!r}.")
-    if identity.type is None:
-        return None
+    check_choice("job.identity.type", identity.type, ("managed", "user_identity", "aml_token"))
     if identity.type == "managed":
         return ManagedIdentityConfiguration(client_id=identity.client_id)
     if identity.type == "user_identity":
         return UserIdentityConfiguration()
-    if identity.type == "aml_token":
-        return AmlTokenConfiguration()
-    raise JobError(f"job.identity.type is {identity.type!r}. Known: managed, user_identity, aml_token.")
+    return AmlTokenConfiguration() if identity.type else None
 
 
 def _shared_memory(size: VMSize | None) -> str:

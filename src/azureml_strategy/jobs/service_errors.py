@@ -15,31 +15,30 @@ from azureml_strategy.cluster.redaction import redact_text
 if TYPE_CHECKING:
     from azure.core.exceptions import AzureError, HttpResponseError
 UNREADABLE = "UnreadableAnswer"
-_LONGEST = 400  # characters kept of a service message; some messages fill pages
+_LONGEST = 400  # characters of a service message that are shown; some messages fill pages
 # Codes of Azure Resource Manager and Azure ML that only wrap a more precise code.
 _OUTER_CODES = ("UserError", "BadRequest", "DeploymentFailed", "InvalidTemplateDeployment", "ServiceError", "Failed")
 # azure-ai-ml prints validation errors as a coloured, numbered list: the colours, and the number of the first item.
 _DECORATION = re.compile(r"^(?:\s|\x1b\[[\d;]*m)*1\) |\x1b\[[\d;]*m")
-# How azure-identity reports a credential that is absent, and one that is there but has no connection.
+# How azure-identity reports an absent credential, and a credential whose connection fails.
 _ABSENT = re.compile(r"unavailable|not (?:found|installed)|could not be found|requires the|please run", re.I)
 _UNREACHABLE = re.compile(r"connect|resolve|timed out", re.I)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The known facts of an error.
+    """What is known of an error.
 
     Attributes:
         code: the service's name of the error, or the exception's name if there was no answer.
-        status: HTTP status, or None.
-        message: message of the error.
+        status: HTTP status; None without an answer.
         url: address of the request; empty if unknown.
     """
 
     code: str
-    status: int | None
     message: str
-    url: str
+    status: int | None = None
+    url: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,6 @@ class _Rule:
             or (self.status is not None and self.status == failure.status)
         )
         return bool(fits) and (self.url is None or re.search(self.url, failure.url, re.I) is not None)
-
-
-def advice_for(failure: Failure) -> str:
-    """What to try next, in one or two sentences. If no rule applies, they say how to learn more."""
-    return next((rule.advice for rule in _RULES if rule.fits(failure)), _UNKNOWN)
 
 
 _UNKNOWN = "Look at the resource in https://portal.azure.com under Activity log, which has the whole error."
@@ -234,31 +228,28 @@ def service_errors() -> Iterator[None]:
         frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
         if not any(str(frame.f_globals.get("__name__")).startswith("azure.") for frame in frames):
             raise
-        failure = _unreadable(f"{type(error).__name__}: {error}")
-        raise ServiceError(_describe(failure), code=failure.code) from error
+        raise _service_error(_unreadable(f"{type(error).__name__}: {error}")) from error
 
 
 def translate(error: AzureError) -> ServiceError:
-    """Translate an Azure error for the user.
-
-    Args:
-        error: an error of azure-core, azure-identity, azure-storage or azure-ai-ml.
+    """Translate an error of azure-core, azure-identity, azure-storage or azure-ai-ml for the user.
 
     Returns:
         An error whose text contains no subscription ids, tokens or signatures.
     """
-    failure = _failure(error)
-    return ServiceError(_describe(failure), code=failure.code, status=failure.status)
+    return _service_error(_failure(error))
 
 
-def _describe(failure: Failure) -> str:
+def _service_error(failure: Failure) -> ServiceError:
     status = f", HTTP {failure.status}" if failure.status else ""
-    return f"{failure.message} ({failure.code}{status}). {advice_for(failure)}"
+    # Without a rule that fits, the advice says how to learn more.
+    advice = next((rule.advice for rule in _RULES if rule.fits(failure)), _UNKNOWN)
+    message = f"{failure.message} ({failure.code}{status}). {advice}"
+    return ServiceError(message, code=failure.code, status=failure.status)
 
 
 def _unreadable(why: str) -> Failure:
-    message = f"Azure's answer cannot be read ({_sentence(why)})"
-    return Failure(code=UNREADABLE, status=None, message=message, url="")
+    return Failure(UNREADABLE, f"Azure's answer cannot be read ({_sentence(why)})")
 
 
 def _failure(error: AzureError) -> Failure:
@@ -273,12 +264,12 @@ def _failure(error: AzureError) -> Failure:
             request: Any = getattr(inner.response, "request", None)
             # The service reports an operation that it accepted and that then failed with status 200.
             status = inner.status_code if inner.status_code and inner.status_code >= 400 else None
-            return Failure(code=code, status=status, message=_sentence(message), url=getattr(request, "url", ""))
+            return Failure(code, _sentence(message), status, getattr(request, "url", ""))
         inner = inner.__cause__ or getattr(inner, "inner_exception", None)
     message = str(error.message)
     if message.startswith("DefaultAzureCredential"):
         return _failed_sign_in(type(error).__name__, message)
-    return Failure(code=type(error).__name__, status=None, message=_sentence(message), url="")
+    return Failure(type(error).__name__, _sentence(message))
 
 
 def _failed_sign_in(code: str, message: str) -> Failure:
@@ -286,9 +277,9 @@ def _failed_sign_in(code: str, message: str) -> Failure:
     tried = [line.strip() for line in message.splitlines()[2:] if line.startswith("\t")]
     failed = [line for line in tried if not _ABSENT.search(line)]
     if failed and _UNREACHABLE.search(failed[0]):
-        return Failure(code="ServiceRequestError", status=None, message="Azure's sign-in cannot be reached", url="")
+        return Failure("ServiceRequestError", "Azure's sign-in cannot be reached")
     message = f"Signing in failed: {_sentence(failed[0])}" if failed else "Nobody is signed in to Azure here"
-    return Failure(code=code, status=None, message=message, url="")
+    return Failure(code, message)
 
 
 def _innermost(error: HttpResponseError) -> tuple[str, str]:

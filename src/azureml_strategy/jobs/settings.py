@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -118,19 +119,6 @@ class IdentitySettings:
 
 
 @dataclass
-class WorkspaceChoice:
-    """The workspace of a job: `WorkspaceSettings` in a form that OmegaConf can fill."""
-
-    subscription: str | None = None
-    resource_group: str | None = None
-    name: str | None = None
-
-    def settings(self) -> WorkspaceSettings:
-        """Convert to the type that `connect` takes."""
-        return WorkspaceSettings(self.subscription, self.resource_group, self.name)
-
-
-@dataclass
 class JobSettings:
     """The settings of a job in Azure ML. conf/job/plain.yaml explains each key."""
 
@@ -155,17 +143,12 @@ class JobSettings:
     environment_variables: dict[str, str] = field(default_factory=dict)
     timeout: int | None = None
     identity: IdentitySettings = field(default_factory=IdentitySettings)
-    workspace: WorkspaceChoice = field(default_factory=WorkspaceChoice)
+    workspace: WorkspaceSettings = field(default_factory=WorkspaceSettings)
     plain: bool = False
 
 
 def read_section(config: DictConfig, name: str, kind: type[Section]) -> Section:
     """Read a section of a composed recipe into its dataclass.
-
-    Args:
-        config: the composed recipe.
-        name: key of the section.
-        kind: dataclass of the section, `ClusterSettings` or `JobSettings`.
 
     Raises:
         JobError: the section is missing, has an unknown key, or a value has the wrong type.
@@ -199,3 +182,13 @@ def _keys(node: DictConfig, path: str) -> list[str]:
     children = [(f"{path}.{name}", node._get_node(name)) for name in map(str, node)]
     deeper = [key for place, child in children if isinstance(child, DictConfig) for key in _keys(child, place)]
     return [*(place for place, _ in children), *deeper]
+
+
+def check_choice(place: str, value: str | None, known: Sequence[str]) -> None:
+    """Refuse a value that is not one of the known ones; None is for the default.
+
+    Raises:
+        JobError: the value is unknown. The message names the place and the known values.
+    """
+    if value is not None and value not in known:
+        raise JobError(f"{place} is {value!r}. Known: {', '.join(known)}.")

@@ -14,7 +14,6 @@ from azureml_strategy.jobs.service_errors import JobError
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
 
-
 # In the notation of .gitignore. The user's own rules come later, so that a line such as `!.env` overrides these.
 NO_CODE = (
     *(".git/", ".hg/", ".svn/", "__pycache__/", "*.py[cod]", ".DS_Store", ".idea/", ".vscode/", "node_modules/"),
@@ -33,7 +32,7 @@ SECRETS = (
     *("service_account*.json", "service-account*.json"),
 )
 
-# Above these limits, an upload takes minutes, and each start of the job unpacks it again. Our choice.
+# Above these limits, an upload takes minutes, and each start of the job unpacks the code again. Our choice.
 MANY_FILES = 2000
 MANY_BYTES = 100 * 2**20
 # Names that hardly ever belong to a job's code, wherever they stand in a path.
@@ -82,9 +81,8 @@ class Snapshot:
     """The files of a folder of code that a job gets.
 
     Attributes:
-        folder: the folder.
         files: paths of the uploaded files in the folder, with slashes.
-        size: size of all these files, in bytes.
+        size: bytes of all these files.
         secrets: files that are left out only because they look like secrets.
     """
 
@@ -117,6 +115,10 @@ class Snapshot:
         what = f", {', '.join(unwanted)} among them" if unwanted else ""
         return f"The job gets all of it{what}. Name what it does not need in {self.folder}/.amlignore."
 
+    def report(self) -> str:
+        """The description and the advice."""
+        return ". ".join(filter(None, [self.describe(), self.advice()]))
+
     def _rules(self) -> str:
         """The file for the user's own rules. With an `.amlignore`, azure-ai-ml does not read `.gitignore`."""
         file = f"{self.folder}/.amlignore"
@@ -125,12 +127,7 @@ class Snapshot:
 
 
 def describe_files(number: int, size: int) -> str:
-    """The number and size of files: `6 files, 1.2 MB`.
-
-    Args:
-        number: of the files.
-        size: of all of them, in bytes.
-    """
+    """The number of files and the size of all of them, which is given in bytes: `6 files, 1.2 MB`."""
     shown = f"{size / 2**20:,.1f} MB" if size >= 2**20 / 10 else "less than 0.1 MB"
     return f"{number:,} file{'' if number == 1 else 's'}, {shown}"
 
@@ -138,8 +135,7 @@ def describe_files(number: int, size: int) -> str:
 def list_snapshot(folder: str) -> Snapshot:
     """List the files that are uploaded as a job's code, with azure-ai-ml's own walk through the folder.
 
-    Args:
-        folder: the folder of code. Its `.amlignore`, or else its `.gitignore`, and `LeftOut` exclude files.
+    The folder's `.amlignore`, or else its `.gitignore`, and `LeftOut` exclude files.
 
     Raises:
         JobError: no file is left to upload, or a file cannot be read.

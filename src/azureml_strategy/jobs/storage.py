@@ -20,23 +20,20 @@ if TYPE_CHECKING:
     from azure.ai.ml import MLClient
     from azure.ai.ml.entities import AzureBlobDatastore, Data, Datastore
 
-
 _SHARDS = (".tar", ".tar.gz", ".tgz")  # of WebDataset
 _IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm")
 # Azure ML's data loading guide asks for files of at least 4 MB: below that, requests cost more than bytes.
 _SMALL_BYTES = 4_000_000
 _MANY_FILES = 100_000
-
 _SCHEMES = ("azureml", "https", "wasbs", "abfss")
 _ACCOUNT = re.compile(r"[a-z0-9]{3,24}")  # "Storage account overview": names of storage accounts
 
 
 @dataclass(frozen=True)
 class DataSurvey:
-    """The content of a folder, or one file.
+    """What a folder holds, or one file.
 
     Attributes:
-        files: number of files.
         size: bytes of all files.
         folders: number of folders that have files in them.
         kind: `shards`, `images in folders`, or `files`.
@@ -103,8 +100,9 @@ class DataRequest:
     Attributes:
         name: name of the asset.
         version: version of the asset. None takes the next number.
-        description, tags: text and tags on the asset's page.
+        description: text on the asset's page.
         datastore: datastore that receives an upload. None is the workspace's own storage account.
+        tags: tags on the asset's page.
     """
 
     name: str
@@ -115,12 +113,7 @@ class DataRequest:
 
 
 def render_upload(request: DataRequest, path: Path) -> Data:
-    """Describe data on this machine as a data asset, without a request to Azure.
-
-    Args:
-        request: the asset to create.
-        path: folder or file.
-    """
+    """Describe a folder or file of this machine as a data asset, without a request to Azure."""
     return _asset(request, str(path.absolute()), "uri_folder" if path.is_dir() else "uri_file")
 
 
@@ -174,17 +167,10 @@ def _asset(request: DataRequest, path: str, kind: str) -> Data:
     quiet_sdk()
     from azure.ai.ml.entities import Data
 
-    return Data(
-        name=request.name,
-        version=request.version,
-        description=request.description,
-        tags=request.tags,
-        path=path,
-        type=kind,
-        datastore=request.datastore,
-    )
+    return Data(**vars(request), path=path, type=kind)
 
 
+@service_errors()
 def create_data(client: MLClient, data: Data) -> Data:
     """Upload data that is on this machine and register it. The same content is not uploaded twice.
 
@@ -192,36 +178,35 @@ def create_data(client: MLClient, data: Data) -> Data:
         ServiceError: the user has no permission for the storage account, there is no such datastore, or the version
             exists with another path.
     """
-    with service_errors():
-        made: Data = client.data.create_or_update(data)
+    made: Data = client.data.create_or_update(data)
     return made
 
 
+@service_errors()
 def attach_datastore(client: MLClient, datastore: Datastore) -> Datastore:
     """Register the datastore in the workspace.
 
     Raises:
         ServiceError: the user has no permission.
     """
-    with service_errors():
-        made: Datastore = client.datastores.create_or_update(datastore)
+    made: Datastore = client.datastores.create_or_update(datastore)
     return made
 
 
+@service_errors()
 def list_data(client: MLClient) -> tuple[list[Data], list[Datastore]]:
     """The data assets and the datastores of the workspace."""
-    with service_errors():
-        return list(client.data.list()), list(client.datastores.list())
+    return list(client.data.list()), list(client.datastores.list())
 
 
+@service_errors()
 def show_data(client: MLClient, name: str) -> list[Data]:
     """Every version of a data asset, newest first.
 
     Raises:
         JobError: there is no data asset of this name.
     """
-    with service_errors():
-        versions = list(client.data.list(name=name))
+    versions = list(client.data.list(name=name))
     if not versions:
         raise JobError(f"There is no data asset {name}. `azureml-strategy data show` lists those there are.")
     return versions

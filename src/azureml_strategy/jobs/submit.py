@@ -1,5 +1,6 @@
-"""Submits a recipe, a script or a command as an Azure ML job, exactly once even if the connection fails, and says
-before what is uploaded, what it costs and which names must exist.
+"""Submits a recipe, a script or a command as an Azure ML job, exactly once even if the connection fails.
+
+Before that it says what is uploaded, what the job costs and which names must exist.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from azureml_strategy.jobs.hyperparameters import Sweep, build_sweep
 from azureml_strategy.jobs.inputs import asset_of, check_data
 from azureml_strategy.jobs.plan import JobPlan
 from azureml_strategy.jobs.prices import add_price
-from azureml_strategy.jobs.program import Program, ProgramData, plan_program, size_words
+from azureml_strategy.jobs.program import Program, plan_call
 from azureml_strategy.jobs.recipe import plan_recipe
 from azureml_strategy.jobs.render import build_job
 from azureml_strategy.jobs.service_errors import UNREADABLE, ServiceError, service_errors
@@ -48,13 +49,7 @@ __all__ = [
 
 
 def summarize(plan: JobPlan, job: Command, price: Price | None) -> Iterator[str]:
-    """Yield a line each about uploads beside the code, the price and the names that must exist.
-
-    Args:
-        plan: what the job runs.
-        job: the same, rendered.
-        price: of one node; None if it is not known.
-    """
+    """Yield a line each about uploads beside the code, the price of a node and the names that must exist."""
     build = getattr(job.environment, "build", None)
     if build is not None and build.path:
         # A user's own folder of a build is named by the line about the environment.
@@ -66,20 +61,11 @@ def summarize(plan: JobPlan, job: Command, price: Price | None) -> Iterator[str]
         nodes = plan.cluster.num_nodes
         total = f", {nodes * price.per_hour:,.10g} {price.currency}/h for {nodes} nodes" if nodes > 1 else ""
         yield f"price: a node {price}{total}"
-    names = list(needed_names(plan, job))
+    names = [f"compute {str(job.compute).removeprefix('azureml:')}"] if job.compute else []
+    names += [f"data {each.path}" for each in plan.job.inputs.values() if asset_of(each) is not None]
+    names += [f"environment {job.environment}"] if isinstance(job.environment, str) else []
     if names:
         yield f"the workspace must have: {', '.join(names)} (azureml-strategy submit ... --check asks)"
-
-
-def needed_names(plan: JobPlan, job: Command) -> Iterator[str]:
-    """The names in the workspace without which Azure would refuse the job, each with its kind."""
-    if job.compute:
-        yield f"compute {str(job.compute).removeprefix('azureml:')}"
-    for each in plan.job.inputs.values():
-        if asset_of(each) is not None:
-            yield f"data {each.path}"
-    if isinstance(job.environment, str):
-        yield f"environment {job.environment}"
 
 
 def _describe(path: Path) -> str:
@@ -152,9 +138,8 @@ def submit_script(
     Raises:
         JobError, ServiceError, KeyboardInterrupt: as for `submit_recipe`.
     """
-    words = [*size_words(cluster, num_nodes), *overrides]
     program = Program(script=script, arguments=tuple(arguments))
-    return submit_plan(plan_program(program, words, ProgramData(inputs or {}, outputs or {}), sweep), **how)
+    return submit_plan(plan_call(program, cluster, num_nodes, overrides, inputs, outputs, sweep), **how)
 
 
 def submit_command(
@@ -177,20 +162,15 @@ def submit_command(
     Raises:
         JobError, ServiceError, KeyboardInterrupt: as for `submit_recipe`.
     """
-    words = [*size_words(cluster, num_nodes), *overrides]
     program = Program(command=command)
-    return submit_plan(plan_program(program, words, ProgramData(inputs or {}, outputs or {}), sweep), **how)
+    return submit_plan(plan_call(program, cluster, num_nodes, overrides, inputs, outputs, sweep), **how)
 
 
 def submit_plan(plan: JobPlan, **how: Unpack[Submission]) -> SubmittedJob:
-    """Submit what is planned.
+    """Submit what is planned; `how` is a `Submission`.
 
-    The job has its name before the first request. A repeated request finds the existing job, whether azure-core repeats
-    it after a lost answer or the caller submits the same name again.
-
-    Args:
-        plan: what the job runs.
-        how: client, workspace, name and tell; see `Submission`.
+    The job has its name before the first request. So a repeated request finds the existing job, whether azure-core
+    repeats it after a lost answer or the caller submits the same name again.
 
     Raises:
         JobError, ServiceError, KeyboardInterrupt: as for `submit_recipe`.
@@ -206,7 +186,7 @@ def submit_plan(plan: JobPlan, **how: Unpack[Submission]) -> SubmittedJob:
     if snapshot is not None:
         _report_upload(snapshot, tell)
     if client is None:
-        client = connect((how.get("workspace") or WorkspaceSettings()).over(plan.job.workspace.settings()))
+        client = connect((how.get("workspace") or WorkspaceSettings()).over(plan.job.workspace))
     check_data(plan.job.inputs, client)
     price = None if plan.job.plain else add_price(plan, job, _region(plan.cluster, client), offline=False)
     if tell is not None:
@@ -220,11 +200,10 @@ def submit_plan(plan: JobPlan, **how: Unpack[Submission]) -> SubmittedJob:
 
 
 def _report_upload(snapshot: Snapshot, tell: Callable[[str], object] | None) -> None:
-    line = ". ".join(filter(None, [snapshot.describe(), snapshot.advice()]))
     if tell is not None:
-        tell(line)
+        tell(snapshot.report())
     elif snapshot.advice() or snapshot.secrets:
-        log.warning("%s", line)
+        log.warning("%s", snapshot.report())
 
 
 def _create(client: MLClient, job: Command | SweepJob) -> Job:

@@ -40,7 +40,7 @@ _OF_THE_SWEEP = ("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.swe
 class SweepOptions:
     """Options of a sweep.
 
-    Args:
+    Attributes:
         wait: whether to wait until every job is over, or only until all are submitted.
         max_concurrent: most jobs that are queued or run at the same time. None is all of them.
         poll_interval_s: seconds between two status requests for the jobs.
@@ -81,6 +81,8 @@ class SweepJob:
         status: Azure ML's word for the state of the job; None before it is submitted.
         metrics: the last value of each metric, once the job is over.
         error: why the job could not be submitted or followed.
+        submitted: the job, once it is submitted.
+        unanswered: failed status requests in a row.
     """
 
     number: int
@@ -90,6 +92,8 @@ class SweepJob:
     status: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    submitted: SubmittedJob | None = None
+    unanswered: int = 0
 
     def problem(self, options: SweepOptions) -> str | None:
         """What went wrong with this job: an error, a failure or a missing metric; None if nothing did."""
@@ -108,6 +112,39 @@ class SweepJob:
     def describe(self) -> str:
         """Describe the job by number, name and overrides."""
         return f"#{self.number} {self.name} ({' '.join(self.overrides) or 'no overrides'})"
+
+    def submit(self, recipe: str) -> None:
+        """Submit the job.
+
+        Raises:
+            JobError: the job is invalid, or Azure refused it.
+        """
+        self.submitted = submit_recipe(recipe, self.overrides, name=self.name)
+        self.status, self.studio_url = "Submitted", self.submitted.studio_url
+        log.info("%s: %s", self.describe(), self.studio_url)
+
+    def is_over(self) -> bool:
+        """Update the status, and read the metrics once the job is over. True also if the job is given up."""
+        assert self.submitted is not None
+        try:
+            self.status = self.submitted.status()
+        except ServiceError as error:  # the job goes on without the connection
+            self.unanswered += 1
+            log.warning("%s: how it is doing is not known: %s", self.describe(), error)
+            if self.unanswered < _PATIENCE and error.status not in (401, 403, 404):
+                return False
+            self.error = f"How it ended is not known; it may go on. {error}"
+            return True
+        self.unanswered = 0
+        if self.status not in FINAL:
+            return False
+        metrics = self.metrics = _read_metrics(self.submitted)
+        # The train, validation and test metrics, without those of speed.
+        shown = [
+            f"{name} {metrics[name]:.4g}" for name in sorted(metrics) if name.startswith(("train/", "val/", "test/"))
+        ]
+        log.info("%s: %s %s", self.describe(), self.status, ", ".join(shown))
+        return True
 
 
 def plan_sweep(recipe: str, combinations: Sequence[Sequence[str]], first: int = 0) -> list[SweepJob]:
@@ -128,16 +165,14 @@ def plan_sweep(recipe: str, combinations: Sequence[Sequence[str]], first: int = 
     for job in jobs:
         for name, output in render_job(recipe, job.overrides, name=job.name).outputs.items():
             if output.path and "${{name}}" not in output.path:
-                _refuse_sharing(name, output.path, job, writers.setdefault(output.path, job))
+                other = writers.setdefault(output.path, job)
+                if other is not job:
+                    raise JobError(
+                        f"Jobs #{other.number} and #{job.number} would both write into {output.path}. Each gets a "
+                        f"folder of its own without job.outputs.{name}.path, or with \\${{{{name}}}} in it, which "
+                        "stands for the job's name."
+                    )
     return jobs
-
-
-def _refuse_sharing(output: str, path: str, job: SweepJob, other: SweepJob) -> None:
-    if job is not other:
-        raise JobError(
-            f"Jobs #{other.number} and #{job.number} would both write into {path}. Each gets a folder of its own "
-            f"without job.outputs.{output}.path, or with \\${{{{name}}}} in it, which stands for the job's name."
-        )
 
 
 def run_sweep(recipe: str, jobs: Sequence[SweepJob], options: SweepOptions) -> None:
@@ -146,70 +181,26 @@ def run_sweep(recipe: str, jobs: Sequence[SweepJob], options: SweepOptions) -> N
     If the first job cannot be submitted, the sweep ends: the cause (no workspace, no sign-in, no permission) usually
     affects all jobs. If a later job cannot be submitted, the others still are.
 
-    Args:
-        recipe: name or path of the recipe, as for `plan_sweep`.
-        jobs: jobs from `plan_sweep`.
-        options: whether to wait, and how many jobs run at a time.
-
     Raises:
         JobError: the first job could not be submitted, so that none was.
     """
-    waiting, running = deque(jobs), list[_RunningJob]()
+    waiting, running = deque(jobs), list[SweepJob]()
     while waiting or running:
         while waiting and len(running) < (options.max_concurrent or len(jobs)):
             job = waiting.popleft()
-            submitted = _submit(recipe, job, is_first=job is jobs[0])
-            running += [submitted] if submitted else []
+            try:
+                job.submit(recipe)
+                running.append(job)
+            except JobError as error:
+                if job is jobs[0]:
+                    raise
+                job.error = str(error)
+                log.error("%s was not submitted: %s", job.describe(), error)
         if not options.wait:
             break
         running = [each for each in running if not each.is_over()]
         if running:
             time.sleep(options.poll_interval_s)
-
-
-def _submit(recipe: str, job: SweepJob, is_first: bool) -> _RunningJob | None:
-    try:
-        submitted = submit_recipe(recipe, job.overrides, name=job.name)
-    except JobError as error:
-        if is_first:
-            raise
-        job.error = str(error)
-        log.error("%s was not submitted: %s", job.describe(), error)
-        return None
-    job.status, job.studio_url = "Submitted", submitted.studio_url
-    log.info("%s: %s", job.describe(), job.studio_url)
-    return _RunningJob(job, submitted)
-
-
-class _RunningJob:
-    """A job that is queued or running."""
-
-    def __init__(self, job: SweepJob, submitted: SubmittedJob) -> None:
-        self._job = job
-        self._submitted = submitted
-        self._unanswered = 0
-
-    def is_over(self) -> bool:
-        """Update the status of the job, and read its metrics once it is over. True also if the job is given up."""
-        try:
-            self._job.status = self._submitted.status()
-        except ServiceError as error:  # the job goes on without the connection
-            self._unanswered += 1
-            log.warning("%s: how it is doing is not known: %s", self._job.describe(), error)
-            if self._unanswered < _PATIENCE and error.status not in (401, 403, 404):
-                return False
-            self._job.error = f"How it ended is not known; it may go on. {error}"
-            return True
-        self._unanswered = 0
-        if self._job.status not in FINAL:
-            return False
-        metrics = self._job.metrics = _read_metrics(self._submitted)
-        # The train, validation and test metrics, without those of speed.
-        shown = [
-            f"{name} {metrics[name]:.4g}" for name in sorted(metrics) if name.startswith(("train/", "val/", "test/"))
-        ]
-        log.info("%s: %s %s", self._job.describe(), self._job.status, ", ".join(shown))
-        return True
 
 
 def _read_metrics(submitted: SubmittedJob) -> dict[str, float]:
@@ -235,7 +226,7 @@ def sweep_of_application(
     Args:
         task: function of the application.
         loader: composes the configuration of a combination.
-        config: of the sweep.
+        config: configuration of the sweep.
         combinations: the overrides of each job.
         first: number of the first job.
         options: whether to wait, and how many jobs run at a time.

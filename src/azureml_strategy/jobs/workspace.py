@@ -92,6 +92,7 @@ def render_workspace(request: WorkspaceRequest) -> Workspace:
     )
 
 
+@service_errors()
 def create_workspace(client: MLClient, workspace: Workspace) -> Workspace:
     """Create the workspace, and a storage account, key vault and Application Insights if none are given.
 
@@ -101,35 +102,34 @@ def create_workspace(client: MLClient, workspace: Workspace) -> Workspace:
     """
     from azure.core.exceptions import ResourceNotFoundError
 
-    with service_errors():
-        with suppress(ResourceNotFoundError):
-            client.workspaces.get(str(workspace.name))
-            raise JobError(
-                f"There is a workspace {workspace.name} in this resource group: see `azureml-strategy workspace show`. "
-                "Give another name to make another."
-            )
-        made: Workspace = client.workspaces.begin_create(workspace).result()
+    with suppress(ResourceNotFoundError):
+        client.workspaces.get(str(workspace.name))
+        raise JobError(
+            f"There is a workspace {workspace.name} in this resource group: see `azureml-strategy workspace show`. "
+            "Give another name to make another."
+        )
+    made: Workspace = client.workspaces.begin_create(workspace).result()
     return made
 
 
+@service_errors()
 def show_workspace(client: MLClient, name: str | None = None) -> Workspace:
     """Look up a workspace in its present state; by default the client's own.
 
     Raises:
         ServiceError: there is no workspace of this name.
     """
-    with service_errors():
-        found: Workspace = client.workspaces.get(name or client.workspace_name)
+    found: Workspace = client.workspaces.get(name or client.workspace_name)
     return found
 
 
+@service_errors()
 def diagnose_workspace(client: MLClient, name: str | None = None) -> list[str]:
     """List the problems that Azure ML finds with a workspace's network, storage, registry and key vault, one per line.
 
     Raises:
         ServiceError: there is no workspace of this name, or Azure ML cannot diagnose it.
     """
-    with service_errors():
-        found = client.workspaces.begin_diagnose(name or client.workspace_name).result()
+    found = client.workspaces.begin_diagnose(name or client.workspace_name).result()
     results = [result for kind in vars(found).values() if isinstance(kind, list) for result in kind]
     return [f"{plain(result.level)}: {result.code}: {result.message}" for result in results]

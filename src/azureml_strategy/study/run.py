@@ -121,7 +121,7 @@ def submit_sizes(options: StudyOptions) -> Iterator[Figures]:
     plans, jobs = {nodes: _plan(options, nodes) for nodes in options.nodes}, {}
     for plan in plans.values():
         build_offline(plan)  # check that all are valid before one is paid for
-    client = connect(plans[min(plans)].job.workspace.settings())
+    client = connect(plans[min(plans)].job.workspace)
     store = resolve_tracking_uri(tracking_uri(client))
     for nodes, heading in headings(options):
         jobs[nodes] = submit_plan(plans[nodes], client=client)
