@@ -145,7 +145,7 @@ def test_reads_wait_together_while_the_service_is_busy(azurite: Azurite, fault_p
     async def run() -> None:
         storage = AzureStorage(address, fault_proxy.environment, Patience(first_pause=1.0))
         refused = asyncio.create_task(storage.read("a.tar", 0, 10))
-        while not storage._pauses._quiet_until:
+        while not storage._quiet_until:
             await asyncio.sleep(0.01)
         await storage.read("a.tar", STEP, 10)  # which has not been refused itself
         await refused

@@ -93,7 +93,7 @@ def test_a_set_of_somebody_else_is_not_used(what: str, index: ShardIndex, kept: 
     cache = CacheFolder(tmp_path / "cache", BYTES)
     elsewhere, place = tmp_path / "elsewhere", tmp_path / "cache" / "digest"
     if what == "link":
-        CacheFolder(tmp_path / "other", BYTES).open_set(index, table, "digest", 1).close()
+        CacheFolder(tmp_path / "other", BYTES).open_set(index, table, "digest", 1)
         (tmp_path / "other" / "digest").rename(elsewhere)
         (elsewhere / "000000").symlink_to(kept)
         place.symlink_to(elsewhere)

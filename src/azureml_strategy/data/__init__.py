@@ -14,9 +14,8 @@ if TYPE_CHECKING:  # `as`, so that type checkers take the names for public ones
     from azureml_strategy.data.images import EvaluationImages as EvaluationImages
     from azureml_strategy.data.images import ImageFolder as ImageFolder
     from azureml_strategy.data.images import TrainingImages as TrainingImages
-    from azureml_strategy.data.images import UnreadableImagesError as UnreadableImagesError
     from azureml_strategy.data.modules import ImageFolderDataModule as ImageFolderDataModule
-    from azureml_strategy.data.node_cache.client import CacheSettings as CacheSettings
+    from azureml_strategy.data.node_cache.protocol import CacheSettings as CacheSettings
     from azureml_strategy.data.sampler import EvaluationSampler as EvaluationSampler
     from azureml_strategy.data.sampler import PlannedLoader as PlannedLoader
     from azureml_strategy.data.sampler import ResumableLoader as ResumableLoader
@@ -32,15 +31,16 @@ if TYPE_CHECKING:  # `as`, so that type checkers take the names for public ones
     from azureml_strategy.data.text import TokenSequences as TokenSequences
     from azureml_strategy.data.text import count_tokens as count_tokens
     from azureml_strategy.data.tokens import CorpusError as CorpusError
+    from azureml_strategy.data.unreadable import UnreadableImagesError as UnreadableImagesError
 
 _MODULES = {
     "chat": "ChatDataModule",
     "digits": "DigitsDataModule",
     "folders": "DataFolderError",
     "gpu_decoding": "NvjpegDataModule",
-    "images": "EvaluationImages ImageFolder TrainingImages UnreadableImagesError",
+    "images": "EvaluationImages ImageFolder TrainingImages",
     "modules": "ImageFolderDataModule",
-    "node_cache.client": "CacheSettings",
+    "node_cache.protocol": "CacheSettings",
     "sampler": "EvaluationSampler PlannedLoader ResumableLoader ResumableSampler TrainingSampler WindowSampler",
     "shard_index": "ShardIndexError",
     "sharded_images": "ShardedImages",
@@ -48,6 +48,7 @@ _MODULES = {
     "synthetic": "SyntheticDataModule",
     "text": "SequenceSampler TextDataModule TokenSequences count_tokens",
     "tokens": "CorpusError",
+    "unreadable": "UnreadableImagesError",
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}
 

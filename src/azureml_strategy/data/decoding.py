@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from azureml_strategy.data.pillow_images import is_huge, open_image, refuse_costly, to_rgb
+from azureml_strategy.data.npy_files import NPY
+from azureml_strategy.data.pillow_images import JPEG, START_OF_SCAN, is_huge, open_image, refuse_costly, to_rgb
 from azureml_strategy.lazy import install_line
 
 # Aspect ratios of random crops: Szegedy et al. 2014, section 6 (https://arxiv.org/abs/1409.4842).
@@ -24,7 +25,7 @@ _ATTEMPTS = 10
 
 # Markers: https://www.w3.org/Graphics/JPEG/itu-t81.pdf, table B.1.
 _START_OF_IMAGE, _END_OF_IMAGE = b"\xff\xd8", b"\xff\xd9"
-_BASELINE, _EXTENDED, _START_OF_SCAN = 0xC0, 0xC1, 0xDA
+_BASELINE, _EXTENDED = 0xC0, 0xC1
 # Other ways to code an image, which spread a row over the file (progressive), or which are rare.
 _OTHER_FRAMES = frozenset(range(0xC2, 0xD0)) - {0xC4, 0xC8, 0xCC}
 # Rows of the largest block of pixels that is coded as one. Fewer rows than this are not worth a copy of the file.
@@ -112,7 +113,7 @@ def _place_of_height(record: bytes) -> int | None:
             return None
         if marker in (_BASELINE, _EXTENDED):
             height, components = place + 5, record[place + 9]
-        if marker == _START_OF_SCAN:  # all components in one scan, or they follow one another
+        if marker == START_OF_SCAN:  # all components in one scan, or they follow one another
             return height if record[place + 4] == components else None
         place += 2 + int.from_bytes(record[place + 2 : place + 4], "big")
     return None
@@ -122,7 +123,6 @@ def _place_of_height(record: bytes) -> int | None:
 ChooseCrop = Callable[[int, int], Crop]
 # Decodes a record into uint8 `(size, size, 3)`, RGB. Raises exceptions of many types: Pillow has no common one.
 Decoder = Callable[[bytes, ChooseCrop, Pixels], None]
-_JPEG, _NPY = b"\xff\xd8\xff", b"\x93NUMPY"
 # Of simplejpeg's scales, n/8, only these are faster than the whole: libjpeg-turbo has vector code for them.
 _REDUCTIONS = (8, 4, 2)
 # A crop whose edges are less than this from whole pixels lies at whole pixels. Rounding errors are some 1e-13.
@@ -157,7 +157,7 @@ def decode_pillow(record: bytes, choose_crop: ChooseCrop, square: Pixels) -> Non
     """Decode a record by Pillow, or one of pixels by torch."""
     from PIL import Image
 
-    if record.startswith(_NPY):
+    if record.startswith(NPY):
         return decode_pixels(record, choose_crop, square)
     size = len(square)
     with open_image(record) as image:
@@ -181,7 +181,7 @@ def decode_simplejpeg(record: bytes, choose_crop: ChooseCrop, square: Pixels) ->
     """Decode a record by simplejpeg, which is libjpeg-turbo, if it is a JPEG that simplejpeg takes; else by Pillow."""
     import simplejpeg
 
-    if not record.startswith(_JPEG):
+    if not record.startswith(JPEG):
         return decode_pillow(record, choose_crop, square)
     refuse_costly(record)
     try:

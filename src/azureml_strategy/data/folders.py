@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,6 +103,15 @@ def written_once(folder: Path, prefix: str) -> Iterator[Path | None]:
         except OSError:
             if not folder.is_dir():  # otherwise another process was first
                 raise
+
+
+def file_digest(root: Path, names: Iterable[str | Path]) -> str:
+    """Hash names, sizes and times of files. The hash differs if a file was changed, added or removed."""
+    digest = hashlib.sha256()
+    for name in names:
+        facts = (root / name).stat()
+        digest.update(f"{name}\0{facts.st_size}\0{facts.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
 
 
 def user_cache() -> Path:

@@ -29,6 +29,7 @@ from typing_extensions import override
 from azureml_strategy.data.decoding import Crop
 from azureml_strategy.data.images import ImageFolder
 from azureml_strategy.data.modules import ImageFolderDataModule
+from azureml_strategy.data.pillow_images import JPEG
 from azureml_strategy.lazy import require_library
 
 _OLDEST = (0, 16)  # of torchcodec: the first with images
@@ -175,7 +176,7 @@ def _size(record: bytes | Exception) -> tuple[int, int] | None:
     """Return width and height of a whole JPEG of one or three colours; None for another record."""
     import simplejpeg
 
-    if isinstance(record, Exception) or not (record.startswith(b"\xff\xd8\xff") and record.endswith(b"\xff\xd9")):
+    if isinstance(record, Exception) or not (record.startswith(JPEG) and record.endswith(b"\xff\xd9")):
         return None
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(record)

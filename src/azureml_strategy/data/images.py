@@ -22,20 +22,8 @@ from azureml_strategy.data.folders import ClassFolders, scan_class_folders
 from azureml_strategy.data.pillow_images import is_damage
 from azureml_strategy.data.shard_index import RecordReader
 from azureml_strategy.data.storage import own_fault, storage_error
-from azureml_strategy.data.unreadable import UnreadableImages, UnreadableImagesError
+from azureml_strategy.data.unreadable import UnreadableImages
 from azureml_strategy.files import read_whole
-
-__all__ = [
-    "IGNORED_LABEL",
-    "EvaluationImages",
-    "FolderSource",
-    "ImageBatch",
-    "ImageFolder",
-    "RecordSource",
-    "TrainingImages",
-    "UnreadableImagesError",
-    "collate_images",
-]
 
 # The label that torch's cross_entropy ignores.
 IGNORED_LABEL = -100

@@ -102,8 +102,7 @@ class ImageFolderDataModule(LightningDataModule):
         require("max_unreadable", max_unreadable, max_unreadable >= 0, "0 or more")
         require("minimum_scale", minimum_scale, 0 < minimum_scale <= 1, "above 0 and up to 1")
         require("evaluation_centre", evaluation_centre, 0 < evaluation_centre <= 1, "above 0 and up to 1")
-        if shuffle not in ("full", "window"):
-            raise ValueError(f"shuffle={shuffle!r}, but it must be full or window.")
+        require("shuffle", shuffle, shuffle in ("full", "window"), "full or window")
         require("window", window, window >= 1, "1 shard or more")
         place = resolve_place(root, input_name, os.environ)
         self.root: Path | str = place if is_remote(place) else Path(place).expanduser()
@@ -111,8 +110,7 @@ class ImageFolderDataModule(LightningDataModule):
         self.image_size, self.batch_size, self.num_workers = image_size, batch_size, num_workers
         self.max_unreadable, self.decoder = max_unreadable, decoder
         self.minimum_scale, self.flip, self.crop = minimum_scale, flip, crop
-        self.evaluation_centre = evaluation_centre
-        self.shuffle, self.window = shuffle, window
+        self.evaluation_centre, self.shuffle, self.window = evaluation_centre, shuffle, window
         self.cache = cache
         self.cache_limit = None if cache_limit is None else parse_bytes(cache_limit)
         self.num_classes: int | None = None

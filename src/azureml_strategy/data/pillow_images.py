@@ -20,7 +20,7 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 # Cameras write some ten segments, one of them EXIF, and a profile of colours takes up to 255. Encoders write some ten
 # scans, each of which costs a pass over all pixels. Pillow's time for EXIF grows by the square of its segments.
 _SEGMENTS, _EXIF_SEGMENTS, _SCANS = 1024, 16, 256
-_JPEG, _START_OF_SCAN = b"\xff\xd8\xff", 0xDA
+JPEG, START_OF_SCAN = b"\xff\xd8\xff", 0xDA
 # A marker with a length, or of the end. Within pixels, 0xFF is followed by 0 or by 0xD0 to 0xD7.
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]", re.DOTALL)
 # Words of Pillow and torch in errors that are no MemoryError.
@@ -53,11 +53,11 @@ def refuse_costly(content: bytes) -> None:
     Raises:
         CostlyImageError: it has too many parts, or room for too many pixels is made before Pillow counts them.
     """
-    if content.startswith(_JPEG):
+    if content.startswith(JPEG):
         segments, exif = _jpeg_segments(content)
-        scans = content.count(bytes((0xFF, _START_OF_SCAN)))
+        scans = content.count(bytes((0xFF, START_OF_SCAN)))
         if scans > _SCANS:  # the film behind the image of a moving photo may have these bytes as well
-            scans = content.count(bytes((0xFF, _START_OF_SCAN)), 0, _end_of_jpeg(content))
+            scans = content.count(bytes((0xFF, START_OF_SCAN)), 0, _end_of_jpeg(content))
         if segments > _SEGMENTS or exif > _EXIF_SEGMENTS or scans > _SCANS:
             raise CostlyImageError(
                 f"a JPEG file with {segments:,} segments before its pixels, {exif:,} of them EXIF, and {scans:,} "
@@ -108,7 +108,7 @@ def _jpeg_segments(content: bytes) -> tuple[int, int]:
         if marker in (b"", b"\xff") or 0xD0 <= marker[0] <= 0xD8 or marker == b"\x01":  # filling, or without a length
             place, segments = place + (1 if marker == b"\xff" else 2), segments + 1
             continue
-        if marker[0] == _START_OF_SCAN:
+        if marker[0] == START_OF_SCAN:
             break
         segments += 1
         exif += marker == b"\xe1" and content[place + 4 : place + 10] == b"Exif\0\0"

@@ -19,7 +19,8 @@ from typing import Protocol
 from typing_extensions import override
 
 from azureml_strategy.data.folders import user_cache
-from azureml_strategy.data.node_cache.client import CacheSettings, NodeCache
+from azureml_strategy.data.node_cache.client import NodeCache
+from azureml_strategy.data.node_cache.protocol import CacheSettings
 from azureml_strategy.data.shard_index import (
     INDEX_NAME,
     MADE_OF,
@@ -39,7 +40,7 @@ from azureml_strategy.network.doctor.disks import read_mounts
 # The share of a disk's free space that the cache takes unless told otherwise: checkpoints and logs need some, too.
 _SHARE = 0.9
 _CACHE_FOLDER = "azureml-strategy-cache"
-# Disks with this share of the room of the roomiest one are as good.
+# A disk with at least this share of the room of the roomiest one counts as equally good.
 _ALIKE = 0.9
 # Files that a process keeps open. A set may have thousands of shards, and a process may open 1,024 files by default.
 _MOST_OPEN = 200

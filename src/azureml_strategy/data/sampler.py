@@ -151,7 +151,7 @@ class ResumableLoader(PlannedLoader):
         return {"epoch": self.sampler.epoch, "samples": samples, "order": self._order()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Start the epoch of `state` after its samples. Warn where they were samples of another order."""
+        """Start the epoch of `state` after its samples. Warn if they were read in another order."""
         if not isinstance(self.sampler, ResumableSampler):
             return
         self._given, self._begun_at, self._epoch = 0, state["samples"], state["epoch"]
@@ -261,7 +261,7 @@ def global_seed() -> int:
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
-def require(name: str, value: float, valid: bool, rule: str) -> None:
+def require(name: str, value: object, valid: bool, rule: str) -> None:
     """Refuse an argument that is out of range.
 
     Raises:

@@ -25,12 +25,12 @@ from azureml_strategy.data.skipped import first_names, warn
 from azureml_strategy.files import OutsideError, name_within
 
 INDEX_NAME = "index.npz"
-# The fact that names the tars, with sizes and times, of which an index was made that was not packed with them.
+# The fact in an index that was made of tars which were there already: their names, sizes and times.
 MADE_OF = "made_of"
-# The fact that counts the files in such tars that are part of no sample.
+# The fact that counts the files in such tars that belong to no sample.
 PASSED_OVER = "passed_over"
-# The largest label of a set whose classes have no names, of which each number up to it becomes one. Our choice: more
-# classes than any published set of images has.
+# The largest label of a set whose classes have no names: each number up to it becomes a class. Our choice: more classes
+# than any published set of images has.
 _LARGEST_LABEL = 2**20 - 1
 # Version of the layout. A newer one is refused, as this code would misread it.
 _VERSION = 1
@@ -189,7 +189,7 @@ class RecordError(OSError):
 
 @runtime_checkable
 class ReadsAhead(Protocol):
-    """What can fetch samples before they are read, if it is told which. What inherits from this does nothing."""
+    """What can fetch samples before they are read, if it is told which. These methods, if inherited, do nothing."""
 
     def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
         """Take note of what this process and its workers read in this pass through the data, and in the next one."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from azureml_strategy.data.node_cache.client import CacheSettings
+from azureml_strategy.data.node_cache.protocol import CacheSettings
 from azureml_strategy.data.npy_files import read_npy
 from azureml_strategy.data.pillow_images import open_image, to_rgb
 from azureml_strategy.data.readers import choose_cache, open_reader

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 _SHOWN = 3
-# What lies in folders of data and is none, by the beginnings of lower-case names: documents, and what desktops leave.
+# Files and folders that are no data, by the beginnings of lower-case names: documents, and what desktops leave behind.
 _NO_DATA = (".", "readme", "license", "licence", "thumbs.db", "desktop.ini", "__macosx", "_success")
 
 

@@ -351,7 +351,7 @@ class TextDataModule(TokenDataModule):
 
     @override
     def teardown(self, stage: str) -> None:
-        """Let go of the files of a packed text, and of the node's cache."""
+        """Close the files of a packed text, and the connection to the node's cache."""
         if isinstance(self._files, PackedText):
             for reader in self._files.readers.values():
                 reader.close()

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from azureml_strategy.data.folders import resolve_place, written_once
+from azureml_strategy.data.folders import file_digest, resolve_place, written_once
 from azureml_strategy.data.skipped import PassedOver, is_no_data, warn
 from azureml_strategy.files import read_whole
 
@@ -256,11 +256,7 @@ class Corpus:
 
     def identity(self) -> str:
         """Hash names, sizes and modification times. The hash differs if a document was changed, added or removed."""
-        digest = hashlib.sha256()
-        for path in self.documents:
-            facts = path.stat()
-            digest.update(f"{path.relative_to(self.root)}\0{facts.st_size}\0{facts.st_mtime_ns}\n".encode())
-        return digest.hexdigest()
+        return file_digest(self.root, [path.relative_to(self.root) for path in self.documents])
 
     def split(self, validation_fraction: float) -> tuple[Sequence[Path], Sequence[Path]]:
         """Return whole documents for training and for validation, the same ones at every call.

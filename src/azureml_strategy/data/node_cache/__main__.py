@@ -1,7 +1,7 @@
 """Runs the cache server of a node: `python -m azureml_strategy.data.node_cache SETTINGS`, which the first client does.
 
-The process that was started ends with status 0 as soon as clients can connect. The server is its child, which no
-training waits for. If something goes wrong before that, it is on standard error, and the status is 1.
+This process ends with status 0 as soon as clients can connect. The server is its child, which no training waits for.
+If something goes wrong before that, the error is on standard error, and the status is 1.
 """
 
 from __future__ import annotations

@@ -42,8 +42,6 @@ from azureml_strategy.data.storage import StorageError, is_remote
 from azureml_strategy.data.storage.credentials import storage_variables
 from azureml_strategy.files import read_range
 
-__all__ = ["CacheSettings", "NodeCache", "NodeCacheError"]
-
 # A server that sends nothing for so long has stopped; while it works on a request it says so every 20 seconds.
 _PATIENCE_SECONDS = 600.0
 # How often a server that was killed is started again for one request.

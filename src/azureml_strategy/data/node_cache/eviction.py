@@ -53,7 +53,7 @@ class Timeline:
 
 
 class ReadSchedule:
-    """In what order all ranks will read one set. Time is counted in samples of a rank: ranks go at the same pace.
+    """The order in which all ranks will read one set. Time is counted in samples of a rank: all have the same pace.
 
     Args:
         table: of the set.

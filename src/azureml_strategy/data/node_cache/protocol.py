@@ -103,7 +103,7 @@ def make_blocks(index: ShardIndex, block_bytes: int) -> BlockTable:
     begin, end = before + index.offset, before + index.offset + index.length
     if bool((begin[1:] < end[:-1]).any()):
         raise ShardIndexError("The index has records that overlap, or that are not in the order of their places.")
-    # The record with which a block that begins at each sample would be closed: at the latest the last of the shard.
+    # For each sample, the last record of a block that would begin there: at the latest the last one of its shard.
     last = np.searchsorted(end, begin + block_bytes, "left")
     last_of_shard = np.searchsorted(index.shard, np.arange(len(index.shards)), "right") - 1
     following = (np.minimum(last, last_of_shard[index.shard]) + 1).tolist()

@@ -32,7 +32,7 @@ from azureml_strategy.data.shard_index import INDEX_NAME, ShardIndex, load_index
 from azureml_strategy.data.tar_index import CLASSES_NAME
 
 WORK_NAME = ".pack"
-# Version of what is written. A packing that another version began is not gone on with.
+# Version of what is written. A packing that another version began cannot be continued.
 _VERSION = 1
 _NAMED = 5
 _AGAIN = "Run the same command again then: it goes on where it was."
@@ -109,7 +109,7 @@ def pack(packing: Packing) -> dict[str, ShardIndex]:
 
 
 def _finished(packing: Packing) -> dict[str, ShardIndex]:
-    """The indexes, if all of this is packed already."""
+    """Return the indexes if all of this is packed already, else nothing."""
     paths = {name: packing.out / name / INDEX_NAME for name in packing.parts}
     if not all(path.is_file() for path in paths.values()):
         return {}

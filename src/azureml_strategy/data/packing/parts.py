@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +12,7 @@ from azureml_strategy.data.packing.workers import Task
 from azureml_strategy.data.skipped import first_names, is_no_data, warn
 from azureml_strategy.data.tar_index import split_of
 
-# Where a split becomes the validation set, in the order of preference.
+# Folders that may be the validation set, in the order of preference.
 _VALIDATION = ("val", "validation", "valid", "test")
 
 
@@ -90,12 +89,3 @@ def _warn_of_others(source: Path, packed: Iterable[str], others: Sequence[str]) 
             f"{source}: {' and '.join(sorted(packed))} are packed, and not {first_names(others)} ({len(others):,}). A "
             "packed set has one part for training and one for validation: pack others by a command of their own."
         )
-
-
-def file_digest(root: Path, names: Sequence[str]) -> str:
-    """Hash names, sizes and times of files."""
-    digest = hashlib.sha256()
-    for name in names:
-        facts = (root / name).stat()
-        digest.update(f"{name}\0{facts.st_size}\0{facts.st_mtime_ns}\n".encode())
-    return digest.hexdigest()

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from typing_extensions import override
 
-from azureml_strategy.data.folders import scan_class_folders
+from azureml_strategy.data.folders import file_digest, scan_class_folders
 from azureml_strategy.data.packing.images import ImageForm, Samples, image_records, refuse_full_size
-from azureml_strategy.data.packing.parts import Part, by_split, file_digest, split_folders
+from azureml_strategy.data.packing.parts import Part, by_split, split_folders
 from azureml_strategy.data.packing.shards import PackError, Records
 from azureml_strategy.data.packing.tables import find_tables
 from azureml_strategy.data.readers import find_index
@@ -92,7 +92,7 @@ def _find_parts(source: Path, form: ImageForm) -> dict[str, Part]:
 def _tars(folder: Path) -> list[str]:
     found = sorted(path.name for path in folder.glob("*.tar") if not path.name.startswith(".") and path.is_file())
     if not found:
-        # Says what to do where they are compressed; class folders have no such files.
+        # Class folders have no such files, so these are compressed tars.
         compressed = next(iter(sorted(folder.glob("*.tar.*"))), None) or next(iter(sorted(folder.glob("*.tgz"))), None)
         if compressed is not None:
             raise PackError(f"{compressed} is compressed. Decompress it first (gunzip, unxz, zstd -d), or extract it.")

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from typing_extensions import override
 
-from azureml_strategy.data.folders import EXTENSIONS
+from azureml_strategy.data.folders import EXTENSIONS, file_digest
 from azureml_strategy.data.packing.images import ImageForm, Samples, image_records
-from azureml_strategy.data.packing.parts import Part, by_split, file_digest
+from azureml_strategy.data.packing.parts import Part, by_split
 from azureml_strategy.data.packing.shards import PackError, Records, atomic_write
 from azureml_strategy.data.packing.workers import Task
 from azureml_strategy.data.shard_index import numbered_classes

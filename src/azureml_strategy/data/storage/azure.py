@@ -136,32 +136,6 @@ class Patience:
     silence: float = 30.0
 
 
-class Pauses:
-    """The pauses of one storage. While the service is busy, all of its reads wait together."""
-
-    def __init__(self, patience: Patience) -> None:
-        self.patience = patience
-        self._quiet_until = 0.0
-        self._logged_at = -_LOGGED_AGAIN_S
-
-    async def wait_if_busy(self) -> None:
-        """Wait for the end of a pause that another read has found necessary."""
-        while (left := self._quiet_until - time.monotonic()) > 0:
-            await asyncio.sleep(left)
-
-    async def wait(self, fault: Fault, tries: int, what: str) -> None:
-        """Wait before `what` is asked for again, after so many tries."""
-        longest = min(self.patience.first_pause * 2.0 ** min(tries - 1, 30), self.patience.longest_pause)
-        pause = longest * random.uniform(0.5, 1.0)  # not all nodes at the same moment
-        now = time.monotonic()
-        if pause >= _LOGGED_S and now >= self._logged_at + _LOGGED_AGAIN_S:
-            self._logged_at = now
-            log.warning("%s: %s. It is tried again, for up to %.0f s.", what, fault.reason, self.patience.total)
-        if fault.kind is Kind.BUSY:
-            self._quiet_until = max(self._quiet_until, now + pause)
-        await asyncio.sleep(pause)
-
-
 class AzureStorage(Storage):
     """A folder in Blob Storage.
 
@@ -177,7 +151,9 @@ class AzureStorage(Storage):
         self._place = parse_address(address, environ)
         self.address = address
         self._environ = environ
-        self._pauses = Pauses(patience or Patience())
+        self._patience = patience or Patience()
+        self._quiet_until = 0.0  # while the service is busy, all reads wait together
+        self._logged_at = -_LOGGED_AGAIN_S
         self._connection: _Connection | None = None
         self._connecting = asyncio.Lock()
         self._slots = asyncio.Semaphore(_AT_ONCE)
@@ -270,7 +246,8 @@ class AzureStorage(Storage):
         began, tries, renewed = time.monotonic(), 0, False
         while True:
             connection = await self._connect()
-            await self._pauses.wait_if_busy()
+            while (left := self._quiet_until - time.monotonic()) > 0:
+                await asyncio.sleep(left)
             tries += 1
             try:
                 async with self._slots:
@@ -288,10 +265,22 @@ class AzureStorage(Storage):
             elif self._is_final(fault, connection, time.monotonic() - began):
                 raise StorageError(_failed(what, fault, connection, tries))
             else:
-                await self._pauses.wait(fault, tries, what)
+                await self._pause(fault, tries, what)
+
+    async def _pause(self, fault: Fault, tries: int, what: str) -> None:
+        """Wait before `what` is asked for again, after so many tries."""
+        longest = min(self._patience.first_pause * 2.0 ** min(tries - 1, 30), self._patience.longest_pause)
+        pause = longest * random.uniform(0.5, 1.0)  # not all nodes at the same moment
+        now = time.monotonic()
+        if pause >= _LOGGED_S and now >= self._logged_at + _LOGGED_AGAIN_S:
+            self._logged_at = now
+            log.warning("%s: %s. It is tried again, for up to %.0f s.", what, fault.reason, self._patience.total)
+        if fault.kind is Kind.BUSY:
+            self._quiet_until = max(self._quiet_until, now + pause)
+        await asyncio.sleep(pause)
 
     def _is_final(self, fault: Fault, connection: _Connection, waited: float) -> bool:
-        patience = self._pauses.patience
+        patience = self._patience
         if fault.kind in (Kind.AGAIN, Kind.BUSY):
             return waited > patience.total
         if fault.kind is Kind.UNKNOWN_HOST:
@@ -302,7 +291,7 @@ class AzureStorage(Storage):
         """Ask for a new token at the next request. Of all reads whose token was rejected, only the first does it."""
         if self._connection is rejected:
             identity.forget()
-            self._connection = _Connection(rejected.folder, identity, self._pauses.patience)
+            self._connection = _Connection(rejected.folder, identity, self._patience)
             self._connection.worked = rejected.worked
 
     async def _connect(self) -> _Connection:
@@ -311,7 +300,7 @@ class AzureStorage(Storage):
             if self._connection is None:
                 folder = await asyncio.to_thread(find_folder, self._place, self._environ)
                 credential = find_credential(folder.account, self._environ)
-                self._connection = _Connection(folder, credential, self._pauses.patience)
+                self._connection = _Connection(folder, credential, self._patience)
             return self._connection
 
 
