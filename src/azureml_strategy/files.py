@@ -73,11 +73,14 @@ def is_private(folder: Path) -> bool:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that it is either complete or absent; create its folder if needed."""
+    """Write a file so that it is either complete or absent; create its folder if needed. Other processes may, too."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(content)
-    os.replace(part, path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 class ShortReadError(OSError):

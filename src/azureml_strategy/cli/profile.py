@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from azureml_strategy.cli.verbs import Verbs, add_verb, fail, print_text
+from azureml_strategy.files import write_atomically
 
 _DESCRIPTION = "Profile the next steps of a training that has ProfileSteps, as every recipe has, without a restart."
 _EPILOG = """\
@@ -40,12 +41,10 @@ def _run(options: argparse.Namespace) -> int:
         return fail(f"{request} waits to be taken already. Delete it if no job runs there.")
     try:
         answer.unlink(missing_ok=True)
-        part = options.folder / f".{REQUEST}.part"
         given = {"steps": options.steps, "ranks": options.ranks}
         given |= {name: "true" for name in ("shapes", "stacks", "memory") if getattr(options, name)}
         words = [f"{name}={value}" for name, value in given.items() if value is not None]
-        part.write_text(" ".join(words) + "\n", encoding="utf-8")
-        part.replace(request)
+        write_atomically(request, (" ".join(words) + "\n").encode())
     except OSError as error:
         return fail(f"{request} cannot be written ({error.strerror}). Run this where the folder can be written to.")
     deadline = time.monotonic() + options.timeout

@@ -16,11 +16,11 @@ from typing_extensions import override
 
 from azureml_strategy.data.conversations import ConversationEncoder, Learn, encode_files
 from azureml_strategy.data.folders import written_once
-from azureml_strategy.data.images import IGNORED_LABEL
 from azureml_strategy.data.skipped import PassedOver, first_names, warn
 from azureml_strategy.data.text import TokenDataModule
 from azureml_strategy.data.tokens import Corpus, CorpusError, find_corpus
 from azureml_strategy.huggingface.sources import find_source
+from azureml_strategy.interfaces import IGNORED_LABEL
 
 Sample = dict[str, Tensor]
 # Columns of rows are a multiple of this, so that kernels for 16-bit numbers have no remainders.

@@ -24,9 +24,8 @@ from azureml_strategy.data.shard_index import RecordReader
 from azureml_strategy.data.storage import own_fault, storage_error
 from azureml_strategy.data.unreadable import UnreadableImages
 from azureml_strategy.files import read_whole
+from azureml_strategy.interfaces import IGNORED_LABEL
 
-# The label that torch's cross_entropy ignores.
-IGNORED_LABEL = -100
 # So many records are in memory at a time before they are decoded. A batch may have hundreds of photographs of 5 MB.
 _RECORDS_AT_ONCE = 64
 # In place of the first draw of a data set: no draw yet, or draws that need no check.

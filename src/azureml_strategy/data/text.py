@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from azureml_strategy.data.folders import resolve_place
-from azureml_strategy.data.images import IGNORED_LABEL
 from azureml_strategy.data.npy_files import read_npy
 from azureml_strategy.data.sampler import (
     EvaluationSampler,
@@ -43,6 +42,7 @@ from azureml_strategy.data.tokens import (
     token_folder,
     write_tokens,
 )
+from azureml_strategy.interfaces import IGNORED_LABEL
 
 if TYPE_CHECKING:
     from azureml_strategy.data.readers import ShardReader

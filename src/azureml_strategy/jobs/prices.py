@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from azureml_strategy.cluster.job import Price
 from azureml_strategy.cluster.redaction import redact_text
+from azureml_strategy.files import write_atomically
 from azureml_strategy.jobs.client import quiet_sdk
 from azureml_strategy.jobs.resources import SERVERLESS
 from azureml_strategy.jobs.service_errors import JobError
@@ -218,9 +219,5 @@ def _tier_prices(size: str, region: str, currency: str, address: str, offline: b
             "Azure Retail Prices gave no answer for %s in %s (%s). %s", size, region, redact_text(str(error)), instead
         )
         return cached
-    # The file appears in one step, because another submission may read it at the same time.
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"{file.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(fresh), encoding="utf-8")
-    os.replace(part, file)
+    write_atomically(file, json.dumps(fresh).encode())  # another submission may read it at the same time
     return fresh

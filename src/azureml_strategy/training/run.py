@@ -33,6 +33,7 @@ from azureml_strategy.cluster.environ import TERMINATION_SWITCH, copied, switche
 from azureml_strategy.cluster.launch import PartialLaunch
 from azureml_strategy.cluster.redaction import redact, remember_secrets
 from azureml_strategy.command_line import as_typed
+from azureml_strategy.files import write_atomically
 from azureml_strategy.preemption.termination import TerminateTogether
 from azureml_strategy.strategies.process_group import end_process_group, note_failure, own_process_group
 from azureml_strategy.tracking import JobMLFlowLogger, JobWandbLogger
@@ -126,9 +127,8 @@ def keep_secrets(config: DictConfig) -> None:
         original = yaml.safe_load(file.read_text(encoding="utf-8"))
         redacted = redact("", original)
         if redacted != original:
-            scratch = file.with_name(f".{file.name}.{os.getpid()}")
-            scratch.write_text(yaml.safe_dump(redacted, sort_keys=False, allow_unicode=True), encoding="utf-8")
-            scratch.replace(file)  # atomic, because the other jobs of a sweep read and write the same file
+            # The other jobs of a sweep read and write the same file.
+            write_atomically(file, yaml.safe_dump(redacted, sort_keys=False, allow_unicode=True).encode())
 
 
 def _resolved(config: DictConfig, names: list[str]) -> dict[str, Any]:

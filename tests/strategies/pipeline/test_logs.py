@@ -141,6 +141,17 @@ def test_an_evaluation_needs_no_loss() -> None:
     assert torch.equal(module.seen, module(ROWS))
 
 
+def test_a_step_may_ask_for_parameters_where_there_are_none() -> None:
+    class Asks(Three):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.direct = list(self.parameters(recurse=False))
+            return super().training_step(batch, batch_idx)
+
+    module = Asks()
+    assert isinstance(run(module), Tensor)
+    assert module.direct == []
+
+
 class Twice(Three):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return (self(batch[0]) + self(batch[0])).mean()

@@ -228,12 +228,14 @@ class LastStage:
         every = self._module.named_parameters
 
         def named_parameters(_: LightningModule, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-            yield next(every(*args, **kwargs))
-            raise PipelineError(
-                f"{type(self._module).__name__} goes through self.parameters() in its step, which runs on the last "
-                "stage, where other stages' parameters are not: a sum over all of them would be wrong. weight_decay of "
-                "the optimizer replaces a penalty on all weights; a penalty on one layer belongs into that layer."
-            )
+            for first in every(*args, **kwargs):
+                yield first
+                raise PipelineError(
+                    f"{type(self._module).__name__} goes through self.parameters() in its step, which runs on the last "
+                    "stage, where other stages' parameters are not: a sum over all of them would be wrong. "
+                    "weight_decay of the optimizer replaces a penalty on all weights; a penalty on one layer belongs "
+                    "into that layer."
+                )
 
         if self._whole:
             yield

@@ -17,6 +17,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from azureml_strategy.files import write_atomically
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.tuning.search import Request, Settings, Trials
 
@@ -196,10 +197,7 @@ def tuning_of(
 
 def write_tuning(path: Path, tuning: Tuning) -> None:
     """Write the file, and replace an earlier one as a whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(tuning.to_text(), encoding="utf-8")
-    part.replace(path)
+    write_atomically(path, tuning.to_text().encode())
 
 
 def read_tuning(path: Path) -> Tuning:
