@@ -66,6 +66,9 @@ def test_a_link_has_both_ends_and_its_time(monkeypatch: pytest.MonkeyPatch) -> N
         assert read_links() == {}
         monkeypatch.setattr(rank_times, "ip_address", lambda _: SimpleNamespace(is_loopback=False))
         links = read_links()
-        assert {peer: link.own for peer, link in links.items()} == {"127.0.0.3": "127.0.0.2", "127.0.0.2": "127.0.0.3"}
+        assert {peer: link.local_address for peer, link in links.items()} == {
+            "127.0.0.3": "127.0.0.2",
+            "127.0.0.2": "127.0.0.3",
+        }
         assert all(0 <= link.busy_s < 5 for link in links.values())
         assert list(read_links(frozenset({port}))) == ["127.0.0.3"]
