@@ -8,6 +8,7 @@ import errno
 import os
 import stat
 import unicodedata
+from contextlib import suppress
 from pathlib import Path
 
 # NAME_MAX and PATH_MAX of Linux, bytes.
@@ -73,14 +74,19 @@ def is_private(folder: Path) -> bool:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that it is either complete or absent; create its folder if needed. Other processes may, too."""
+    """Write a file so that it is either complete or absent; create its folder if needed.
+
+    Other processes of this machine may write it at the same time.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_bytes(content)
         os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
 
 
 class ShortReadError(OSError):

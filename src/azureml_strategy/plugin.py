@@ -260,7 +260,7 @@ def _take_launch_for_mpi(connector: ModuleType) -> None:
     stock = connector.MPIEnvironment
 
     class LaunchOrMPI:
-        """Replaces MPIEnvironment in Lightning's list of environments. Outside a job it makes a MPIEnvironment."""
+        """Replaces MPIEnvironment in Lightning's list of environments. Outside a job it makes an MPIEnvironment."""
 
         def __new__(cls) -> Any:
             if _asks_mpi():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,6 @@ def test_nobody_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / ".profile.request.part").mkdir()
+    (tmp_path / f".profile.request.{os.getpid()}.part").mkdir()
     assert main(["profile", str(tmp_path)]) == 2
     assert "profile.request cannot be written (Is a directory)." in capsys.readouterr().err

@@ -95,7 +95,7 @@ def add_verb(
     Args:
         verbs: result of `Parser.add_verbs`, for the command line or for a verb with sub-verbs.
         name: name that the user types.
-        run: function that takes the options and returns the exit code.
+        run: function that takes the options and returns the exit code, or None for 0.
         summary: what the list of verbs says of it.
         description: what its own help says of it, line breaks included; by default the summary.
         epilog: the end of its own help, line breaks included.
@@ -267,7 +267,10 @@ class _AddTag(argparse.Action):
 
 
 def from_options(kind: type[Made], options: argparse.Namespace, **given: Any) -> Made:
-    """Make a dataclass whose fields are the given values, and else the options of the same names."""
+    """Make a dataclass whose fields are the given values, and else the options of the same names.
+
+    `set_defaults` of a parser adds options, too: `verb` and `parser` are no names for a field.
+    """
     named = {field.name for field in fields(kind)} & vars(options).keys()
     made: Made = kind(**{name: getattr(options, name) for name in named} | given)
     return made

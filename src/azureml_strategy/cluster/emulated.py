@@ -71,7 +71,7 @@ class EmulatedAttempt:
     """One attempt of an emulated job."""
 
     number: int = 0  # of previous attempts
-    priority: str = "Dedicated"  # of the nodes, as Azure ML writes it: or `LowPriority`
+    priority: str = "Dedicated"  # of the nodes, as Azure ML writes it; the other one is `LowPriority`
 
 
 def azure_variables(

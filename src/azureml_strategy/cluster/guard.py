@@ -150,7 +150,8 @@ class Processes:
         """Compare them with the job's.
 
         Raises:
-            LaunchError: as `LaunchGuard.check`.
+            LaunchError: the numbers differ, each process would start those of its node again, or the strategy reads
+                ranks other than the job's.
         """
         if not self.known:
             return

@@ -60,9 +60,9 @@ def this_process(rank: int, node: int, address: str = "") -> Member:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's address as another machine sees it; empty if there is no route to any port of that one.
+    """Return this machine's address as another machine sees it; empty if there is no route to it.
 
-    It sends nothing: it only connects a datagram socket.
+    It sends nothing: it only connects a datagram socket, so `port` may be any.
     """
     try:
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

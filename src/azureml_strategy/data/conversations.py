@@ -6,7 +6,7 @@ import hashlib
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -176,16 +176,18 @@ def encode_files(corpus: Corpus, encoder: ConversationEncoder) -> Iterator[tuple
         CorpusError: a line cannot be read.
     """
     for document in corpus.documents:
-        try:
-            with document.open(encoding="utf-8") as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        place = f"{document}:{number}"
-                        yield place, encoder.encode(line, place)
-        except UnicodeDecodeError as error:
-            raise CorpusError(
-                f"{document} is not UTF-8: {error}. Convert it, or leave it out by data.pattern."
-            ) from error
+        with document.open(encoding="utf-8") as lines:
+            for number, line in _numbered(lines, document):
+                if line.strip():
+                    place = f"{document}:{number}"
+                    yield place, encoder.encode(line, place)
+
+
+def _numbered(lines: Iterable[str], document: Path) -> Iterator[tuple[int, str]]:
+    try:
+        yield from enumerate(lines, 1)
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"{document} is not UTF-8: {error}. Convert it, or leave it out by data.pattern.") from error
 
 
 def _other_keys(message: Message) -> set[str]:

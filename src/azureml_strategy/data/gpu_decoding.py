@@ -36,7 +36,8 @@ _OLDEST = (0, 16)  # of torchcodec: the first with images
 
 
 class EncodedBatch:
-    """The JPEGs of a batch in one buffer. Lightning leaves it on the CPU, where torchcodec wants it.
+    """The JPEGs of a batch in one buffer. Lightning leaves it on the CPU, as it moves tensors only;
+    torchcodec wants it there.
 
     Args:
         records: the files.

@@ -189,7 +189,8 @@ class RecordError(OSError):
 
 @runtime_checkable
 class ReadsAhead(Protocol):
-    """What can fetch samples before they are read, if it is told which. These methods, if inherited, do nothing."""
+    """What can fetch samples before they are read, if it is told which: packed shards
+    behind the cache of the node. These methods, if inherited, do nothing."""
 
     def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
         """Take note of what this process and its workers read in this pass through the data, and in the next one."""

@@ -342,7 +342,7 @@ class _Bounded:
 
 
 def _shown(text: str) -> str:
-    """Shorten a name or a reason for a message of one line: names in tars may be any bytes, and of any length."""
+    """Return a name or a reason as a message may show it. Names in tars may be any bytes, and of any length."""
     shown = text if text.isprintable() else repr(text)[1:-1]
     return shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}..."
 

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from azureml_strategy.data.folders import resolve_place
-from azureml_strategy.data.npy_files import read_npy
 from azureml_strategy.data.sampler import (
     EvaluationSampler,
     PlannedLoader,
@@ -67,6 +66,7 @@ class ShardedTokens(Dataset[tuple[Tensor, Tensor]]):
         self._length = length
         self._tokens = int(index.facts["tokens"])
         self._run = int(index.facts["run"])
+        self._dtype = np.dtype(index.facts["dtype"])
         if len(index) != -(-self._tokens // self._run):
             raise ShardIndexError(
                 f"The index has {len(index)} runs of {self._run} tokens, and there are {self._tokens} tokens: some are "
@@ -92,7 +92,8 @@ class ShardedTokens(Dataset[tuple[Tensor, Tensor]]):
         for number, content in zip(needed, self.reader.read(needed), strict=True):
             if isinstance(content, Exception):
                 raise content
-            records[number] = read_npy(content)
+            # numpy's format 1.0: ten bytes, whose last two are the length of a header, then the header and the tokens
+            records[number] = np.frombuffer(content, self._dtype, offset=10 + int.from_bytes(content[8:10], "little"))
         return [self._sequence(index, records) for index in indices]
 
     def expect(self, sequences: NDArray[np.int64], following: NDArray[np.int64]) -> None:

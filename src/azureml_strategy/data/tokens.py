@@ -53,7 +53,7 @@ class TokenFiles:
 
     def count(self, part: str) -> int:
         """Return the number of tokens for `train` or `val`."""
-        return self.train if part == "train" else self.val
+        return {"train": self.train, "val": self.val}[part]
 
 
 def token_folder(cache: Path, corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float) -> Path:

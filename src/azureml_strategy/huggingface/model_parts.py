@@ -5,7 +5,7 @@ what they are given, and it gets the hidden states of the part before as `inputs
 again, and masks and rotary embeddings are the model's own: each block computes them again from the attention mask and
 positions.
 
-`check` proves that the parts together compute what the whole model computes.
+`check` compares: the parts together must compute what the whole model computes.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class AdapterRecord:
 
     Attributes:
         prefix: name of the wrapper in the LightningModule.
-        configs: the adapters' configurations, by their names.
+        configs: the configuration of each adapter, by the adapter's name.
     """
 
     prefix: str
@@ -86,7 +86,7 @@ class BaseRecord:
 
     Attributes:
         checksums: of each parameter, by its name in the LightningModule.
-        dtype: of the base in memory, when it was trained.
+        dtype: of the base in memory while the adapters were trained.
     """
 
     checksums: dict[str, int]
@@ -234,7 +234,7 @@ def tokenizer_files(holders: Iterable[object], places: Iterable[tuple[str, str |
 
 
 def files_beside(source: str, revision: str | None) -> dict[str, Tensor]:
-    """Return the tokenizer's files in a model's folder, or in this machine's cache of the hub."""
+    """Return the tokenizer's files in a model's folder, or in this machine's cache of the hub. It asks no network."""
     from huggingface_hub import try_to_load_from_cache
 
     if not source:

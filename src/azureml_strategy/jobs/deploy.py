@@ -93,7 +93,7 @@ def create_batch(
 ) -> BatchEndpoint:
     """Make a batch endpoint unless it is there, and make or change a deployment: the default if there is none.
 
-    For arguments and result see `create_online`.
+    For arguments, but `traffic`, and result see `create_online`.
 
     Raises:
         ServiceError: there is no permission, or no such cluster.

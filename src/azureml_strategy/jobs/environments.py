@@ -163,6 +163,9 @@ def check_environment(client: MLClient, environment: Environment, cluster: str |
 
     Returns:
         The job's name.
+
+    Raises:
+        ServiceError: Azure refused the job.
     """
     from azure.ai.ml import command
 

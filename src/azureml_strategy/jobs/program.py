@@ -75,7 +75,7 @@ def check_references(text: str, references: Collection[str]) -> None:
     """Check that each reference in a command or argument is one of these.
 
     Raises:
-        JobError: one does not; the message names the near matches.
+        JobError: one is not; the message names the near matches.
     """
     for written in _LOOKS_LIKE_REFERENCE.findall(text):
         found = REFERENCE.fullmatch(written)

@@ -41,7 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-i", "--index-url", "--pypi-url")
     parser.add_argument("--hash")
     parser.add_argument("--require-hashes", action="store_true")
-    # The others are here so that a shortened name is as ambiguous as it is for pip, and their values belong to them.
+    # The others are here so that a shortened name is as ambiguous as it is for pip, and so that their
+    # values are not taken for requirements.
     for name in ("--extra-index-url", "--no-binary", "--only-binary", "--trusted-host", "--use-feature"):
         parser.add_argument(name)
     for name in ("--no-index", "--prefer-binary", "--pre"):

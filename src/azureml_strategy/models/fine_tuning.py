@@ -228,7 +228,7 @@ def forward_arguments(model: PreTrainedModel) -> set[str]:
 
 
 def _tokens(batch: Mapping[str, Tensor]) -> Tensor:
-    """The number of a batch's tokens with a label, at least 1."""
+    """The number of a batch's tokens with a label, at least 1, as the sum of losses is divided by it."""
     return (batch["shift_labels"] != IGNORED_LABEL).sum().clamp(min=1).float()
 
 

@@ -117,7 +117,8 @@ def train(kind: type[LightningModule] = Deep, **arguments: Any) -> dict[str, Any
         "logged": float(trainer.callback_metrics["loss_epoch"]) if "loss_epoch" in trainer.callback_metrics else None,
         "pick": asdict(tuning.pick) if tuning else None,
         "why": tuning.why if tuning else None,
-        "measured": tuning.measured if tuning else None,
+        # The time of day counts whole seconds, in which a second measurement may begin.
+        "measured": [tuning.measured, *tuning.alone_s] if tuning else None,
         "passes": tuning.steps if tuning else None,
         "rows": len(tuning.rows) if tuning else None,
         "bucket_bytes": holder.bucket_bytes,

@@ -75,7 +75,7 @@ async def check_set(storage: Storage, quick: bool, advance: Callable[[int, int],
 
 
 def _check_sizes(check: SetCheck, found: dict[str, int]) -> NDArray[np.bool_]:
-    """Compare the sizes of the shards with the index, and return which shards can be read."""
+    """Compare the sizes of the shards with the index, and return which shards are there in full."""
     usable = np.ones(len(check.index.shards), np.bool_)
     for number, (name, size) in enumerate(zip(check.index.shards, check.index.sizes.tolist(), strict=True)):
         if name not in found:
