@@ -183,7 +183,10 @@ def newest_first(found: Iterable[Manifest]) -> list[Manifest]:
 
 
 def superfluous(complete: list[Manifest], keep_last: int, keep_best: int, mode: str) -> list[Manifest]:
-    """Select the checkpoints that may be deleted. The newest come first; `keep_best=-1` keeps all that have a score."""
+    """Select the checkpoints that may be deleted. The newest come first.
+
+    `keep_last` is at least 1, and `mode` is `min` or `max`. `keep_best=-1` keeps all that have a score.
+    """
     kept = {each.name for each in complete[:keep_last]}
     kept |= {each.name for each in by_score(complete, mode)[: None if keep_best < 0 else keep_best]}
     return [each for each in complete if each.name not in kept]

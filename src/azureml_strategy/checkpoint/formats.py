@@ -467,7 +467,7 @@ def _read_zero(path: Path, trust_pickles: bool) -> dict[str, Any]:
     if not models:
         raise _unread(path, "there is no file of its model's states, *_model_states.pt")
     reader = DeepSpeedReader(_zero_files(path, "*.pt"), trust_pickles)
-    # The first file holds Lightning's own entries, the same on all ranks.
+    # The first file holds Lightning's own entries, the same on all ranks. Its pickled tensors stay on disk.
     saved = reader.load(models[0], map_location="cpu", mmap=True)
     try:
         weights = reader.weights(path)

@@ -26,7 +26,7 @@ _ALIGNMENT = 64  # bytes, one cache line
 _PORTABLE = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class HostCopy:
     """A copy of a training's state, made by `HostCopyBuffer`: the pickled state without its tensors, and their copies.
 

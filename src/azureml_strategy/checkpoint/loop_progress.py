@@ -167,6 +167,8 @@ class DataPosition:
     def seek(self, fetcher: DataFetcher, batches: int) -> None:
         """Make the next batch the one that was next when the checkpoint was written, after `batches` of the epoch.
 
+        Nothing that counts has been read from the fetcher yet.
+
         Raises:
             ResumeError: the batches would have to be read again, and `load_state_dict` forbade it.
         """

@@ -189,7 +189,7 @@ def _warn(text: str, rank: int) -> None:
 
 
 def _share(files: list[list[str]], rank: int) -> list[str]:
-    """Return the files that this rank checks, of those that it sees: a mount may show a file late on other nodes."""
+    """Return the files that this rank checks. It sees them all: a mount may show a file late on other nodes."""
     seen_by: dict[str, list[int]] = {}
     for owner, names in enumerate(files):
         for name in names:

@@ -57,6 +57,7 @@ def _hook(name: str, phase: str, ends_batch: bool = False) -> Callable[..., None
         self._note(phase, ends_batch)
 
     note.__name__ = name  # the warning of a fault names it
+    note.__qualname__ = f"HangWatch.{name}"
     return note
 
 

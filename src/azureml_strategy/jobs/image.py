@@ -70,7 +70,7 @@ def build_folder(base_image: str | None = None) -> Path:
 
 @functools.cache  # a sweep renders many jobs, and the package does not change meanwhile
 def _build_folder(cache: Path, base_image: str | None) -> Path:
-    """Write the build context below a folder of the cache. `functools.cache` must know another folder."""
+    """Write the build context below a folder of the cache. It is an argument to be part of the cache's key."""
 
     def fill(folder: Path) -> None:
         for name in _SHIPPED:

@@ -61,8 +61,9 @@ def _read_meter(item: dict[str, Any]) -> _Meter | None:
     end = item.get("effectiveEndDate") or "9999"
     # Linux and Windows have meters of the same name. Only the product's name tells them apart.
     other = any(each in product for each in ("Windows", "Cloud Services", "Dedicated Host"))
-    applies = start <= datetime.now(UTC).isoformat() < end
-    if other or (unit, kind) != ("1 Hour", "Consumption") or not (price > 0 and applies):
+    if other or (unit, kind) != ("1 Hour", "Consumption"):
+        return None
+    if not (price > 0 and start <= datetime.now(UTC).isoformat() < end):
         return None
     # The tier ends the meter's name: `ND96isrH100v5 Spot`.
     tier = next((tier for ending, tier in _ENDINGS.items() if name.endswith(ending)), "dedicated")

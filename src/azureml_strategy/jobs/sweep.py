@@ -92,7 +92,7 @@ class SweepJob:
     status: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
-    submitted: SubmittedJob | None = None
+    submitted: SubmittedJob | None = field(default=None, repr=False, compare=False)
     unanswered: int = 0
 
     def problem(self, options: SweepOptions) -> str | None:

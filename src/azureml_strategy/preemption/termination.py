@@ -169,7 +169,7 @@ class TerminateTogether(IsolatedCallback):
             return
         # In each step, Lightning broadcasts from rank 0 whether it got SIGTERM. For that, the GPU must finish its work.
         # The ranks agree on a stop through the store.
-        replace_sigterm_broadcast(trainer, lambda: None)
+        replace_sigterm_broadcast(trainer, _skip_broadcast)
 
     def on_step_boundary(self, trainer: Trainer) -> None:
         """Stop after this step if the ranks have agreed on it."""
@@ -353,6 +353,10 @@ class TerminateTogether(IsolatedCallback):
 def _on_main_thread() -> bool:
     """Python sets and runs signal handlers on the main thread only."""
     return threading.current_thread() is threading.main_thread()
+
+
+def _skip_broadcast() -> None:
+    """Replaces Lightning's broadcast. It is no lambda, so that a Trainer can be pickled during the training."""
 
 
 def _exit_code(trainer: Trainer, ended_by: signal.Signals) -> int:

@@ -191,7 +191,20 @@ class EqualBuffersStrategy(ParallelStrategy):
         if self._buffers is not None:
             self._buffers.before_use()
 
-    on_validation_start = on_test_start = on_predict_start = equal_before_use  # Lightning's own do nothing
+    @override
+    def on_validation_start(self) -> None:
+        self.equal_before_use()
+        super().on_validation_start()
+
+    @override
+    def on_test_start(self) -> None:
+        self.equal_before_use()
+        super().on_test_start()
+
+    @override
+    def on_predict_start(self) -> None:
+        self.equal_before_use()
+        super().on_predict_start()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:

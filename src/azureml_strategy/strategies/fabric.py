@@ -438,7 +438,7 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         refuse_optimizer(optimizer)
-        if not self._cuts_by_itself:  # such a function may give each rank other parameters, such as experts
+        if not self._cuts_by_itself:  # parallelize_fn may give each rank others, such as experts
             train_alike(optimizer)
         return optimizer
 

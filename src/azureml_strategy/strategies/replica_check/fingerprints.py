@@ -53,7 +53,7 @@ class Fingerprints:
 
     Args:
         tensors: dense ones. They may change afterwards.
-        turn: the first element; with another turn, other elements are read.
+        turn: shifts the elements that are read; with another turn, others are.
     """
 
     @torch.no_grad()

@@ -195,7 +195,7 @@ class TrainerNumbers:
 
 
 def agree(config: Mapping[str, Any], trainer: TrainerNumbers) -> dict[str, Any]:
-    """Return the configuration with the Trainer's numbers in place of "auto" or of missing values.
+    """Return a copy of the configuration with the Trainer's numbers in place of "auto" or of missing values.
 
     A number that equals the Trainer's is accepted. So is any `gradient_clipping` if the Trainer does not clip.
     Lightning adds the Trainer's numbers for the keys that this function leaves out, such as

@@ -16,7 +16,7 @@ from azureml_strategy.strategies.deepspeed_internals import compile_no_operation
 
 
 class AnyDevice:
-    """Mix-in before Lightning's DeepSpeedStrategy, the Trainer's or Fabric's, which accepts CPUs.
+    """Mix-in before Lightning's DeepSpeedStrategy, the Trainer's or Fabric's, that makes it accept CPUs.
 
     DeepSpeed itself has supported them since 0.9.
     """
