@@ -20,28 +20,28 @@ class SpanProfiler(Profiler):
     profiler's class, too.
     """
 
-    wrapped: Profiler
+    _wrapped: Profiler
     _breakdown: Breakdown
     _is_alone: bool
 
     def __init__(self, wrapped: Profiler, breakdown: Breakdown) -> None:
         # Not the base class's constructor, so that `dirpath` and `filename` are those of the script's own profiler.
-        vars(self).update(wrapped=wrapped, _breakdown=breakdown, _is_alone=type(wrapped) is PassThroughProfiler)
+        vars(self).update(_wrapped=wrapped, _breakdown=breakdown, _is_alone=type(wrapped) is PassThroughProfiler)
         if self._is_alone:  # the usual case, without a further call
             vars(self)["profile"] = breakdown.span
 
     @property  # type: ignore[misc] # a callback may test the class of the Trainer's profiler
     def __class__(self) -> type[Profiler]:  # type: ignore[override]
-        return type(self.wrapped)
+        return type(self._wrapped)
 
     @override
     def __reduce__(self) -> tuple[type[SpanProfiler], tuple[Profiler, Breakdown]]:
-        return SpanProfiler, (self.wrapped, self._breakdown)
+        return SpanProfiler, (self._wrapped, self._breakdown)
 
     @override
     def profile(self, action_name: str) -> AbstractContextManager[str]:  # type: ignore[override] # not a generator
         if not self._breakdown.is_here:
-            return self.wrapped.profile(action_name)
+            return self._wrapped.profile(action_name)
         return self._both(self._breakdown.line(action_name))
 
     @override
@@ -49,44 +49,44 @@ class SpanProfiler(Profiler):
         if self._breakdown.is_here:
             self._breakdown.line(action_name).__enter__()
         if not self._is_alone:
-            self.wrapped.start(action_name)
+            self._wrapped.start(action_name)
 
     @override
     def stop(self, action_name: str) -> None:
         if not self._is_alone:
-            self.wrapped.stop(action_name)
+            self._wrapped.stop(action_name)
         if self._breakdown.is_here:
             self._breakdown.line(action_name).__exit__()
 
     @override
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        self.wrapped.setup(stage, local_rank, log_dir)
+        self._wrapped.setup(stage, local_rank, log_dir)
 
     @override
     def teardown(self, stage: str | None) -> None:
-        self.wrapped.teardown(stage)
+        self._wrapped.teardown(stage)
 
     @override
     def summary(self) -> str:
-        return self.wrapped.summary()
+        return self._wrapped.summary()
 
     @override
     def describe(self) -> None:
-        self.wrapped.describe()
+        self._wrapped.describe()
 
     def __del__(self) -> None:
         """Do nothing: the base class would tear down the script's own profiler before it has described its run."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.wrapped, name)
+        return getattr(self._wrapped, name)
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.wrapped, name, value)
+        setattr(self._wrapped, name, value)
 
     @contextmanager
     def _both(self, line: Line) -> Iterator[str]:
-        with line as name, self.wrapped.profile(name):
+        with line as name, self._wrapped.profile(name):
             yield name
 
 
@@ -99,7 +99,7 @@ def install(trainer: Trainer, breakdown: Breakdown) -> None:
 def user_profiler(trainer: Trainer) -> Profiler:
     """The profiler that a script gave its Trainer."""
     profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
-    return profiler.wrapped if isinstance(profiler, SpanProfiler) else profiler
+    return profiler._wrapped if isinstance(profiler, SpanProfiler) else profiler
 
 
 def remove(trainer: Trainer) -> None:
