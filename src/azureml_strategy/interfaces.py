@@ -6,7 +6,7 @@ Beside them are the label and the layer that several rooms share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,6 +232,18 @@ class NamesInputs(Protocol):
 
     def pipeline_batch(self, batch: Any) -> tuple[Any, Any]:
         """Split a batch into the input of the forward pass and what the loss is computed with."""
+
+
+@runtime_checkable
+class HasShardedBlocks(Protocol):
+    """A module whose sharded parameters are gathered block by block."""
+
+    def sharded_blocks(self) -> Iterable[nn.Module]:
+        """Return the blocks. The forward pass must call each as a module, and no two blocks may share a parameter.
+
+        Parameters outside the blocks, such as embeddings and output matrices tied to them, are gathered for the whole
+        step.
+        """
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.control.gather import gather
 from azureml_strategy.lightning_internals import is_interactive, register_communication_hook
 from azureml_strategy.strategies.changing_parameters import CompletingDDP, Wrappers, follow_backward_passes
+from azureml_strategy.strategies.compilation import Compile
 from azureml_strategy.strategies.compression import (
     Compression,
     communication_hook,
@@ -69,6 +70,9 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         start_method: `popen` runs the script again for each further device; a notebook, which has no script, is forked
             instead. The other methods always fork or spawn; a job refuses them.
         require_infiniband: stop a multi-node job unless NCCL carries it over InfiniBand, instead of warning.
+        compile: compile each kind of repeated block once (`blocks`), or each network in one piece (`whole`), or
+            nothing (`off`); see `azureml_strategy.strategies.compilation`.
+        compile_mode: of torch.compile, such as `reduce-overhead`, which replays CUDA graphs; None for its default.
         kwargs: further arguments of `lightning.pytorch.strategies.DDPStrategy` and `DistributedDataParallel`, such
             as `find_unused_parameters`, `timeout`, `process_group_backend`.
 
@@ -83,6 +87,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
     """
 
     trains_several_types = True
+    keeps_addresses = True
     tuning: Tuning | None = None
     # Whether the first batch is still to come: settings are measured on it, or known ones are compared with it.
     _awaits_batch = False
@@ -110,6 +115,8 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         ddp_comm_hook: Callable[..., Any] | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         require_infiniband: bool = False,
+        compile: Compile | bool | None = "off",  # noqa: A002 - torch's word for it
+        compile_mode: str | None = None,
         **kwargs: Any,
     ) -> None:
         _refuse_conflicts(gradient_compression, ddp_comm_hook, bool(tune or tuned), kwargs)
@@ -122,6 +129,8 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         super().__init__(
             cluster_environment=cluster_environment,
             require_infiniband=require_infiniband,
+            compile=compile,
+            compile_mode=compile_mode,
             ddp_comm_state=ddp_comm_state,
             ddp_comm_hook=ddp_comm_hook,
             start_method=start_method,

@@ -7,7 +7,7 @@ one value.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, cast
@@ -21,6 +21,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.constants import default_pg_timeout
@@ -43,6 +44,7 @@ from azureml_strategy.lightning_internals import (
 from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.network.session import prepare_network
 from azureml_strategy.strategies.averages import keep_averages, warn_of_rounded_averages
+from azureml_strategy.strategies.compilation import Compilation, Compile
 from azureml_strategy.strategies.deepspeed_internals import is_of_zero
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launcher import NodeLauncher
@@ -299,10 +301,33 @@ class LaunchedProcesses:
 
 
 class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
-    """`LaunchedProcesses` for the Trainer's strategies, with checkpoints that a restart and transformers can load."""
+    """`LaunchedProcesses` for the Trainer's strategies, with checkpoints that a restart and transformers can load.
+
+    Args:
+        compile: `blocks`, `whole` or `off`, see `azureml_strategy.strategies.compilation`.
+        compile_mode: of torch.compile; None for its default.
+        kwargs: of `LaunchedProcesses` and the wrapped strategy.
+    """
 
     trains_several_types: ClassVar[bool] = False
     """Whether weights in 16 bits can train beside others in float32. DeepSpeed and FSDP2 need one type."""
+    keeps_addresses: ClassVar[bool] = False
+    """Whether parameters stay where they are in memory, as CUDA graphs need it. Sharded ones are gathered anew."""
+
+    def __init__(
+        self,
+        *,
+        compile: Compile | bool | None = "off",  # noqa: A002 - torch's word for it
+        compile_mode: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._compilation = Compilation(compile, compile_mode)
+        if self._compilation.replays_graphs and not self.keeps_addresses:
+            raise ConfigurationError(
+                f"compile_mode={compile_mode!r} replays CUDA graphs, which need each parameter at one address, and "
+                f"{type(self).__name__} moves them. Leave compile_mode out, or use strategy='azureml_ddp'."
+            )
+        super().__init__(**kwargs)
 
     @override
     def setup_environment(self) -> None:
@@ -313,6 +338,7 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        self._compilation.explain(exception)
         # All ranks stop at SIGTERM together. Any other error may be this rank's alone.
         note_failure(failed=not isinstance(exception, SIGTERMException))
 
@@ -343,6 +369,23 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
         assert self.lightning_module is not None
         warn_of_evaluation_modes(self.lightning_module)
         warn_of_rounded_averages(self.lightning_module.trainer.callbacks, self.lightning_module)  # type: ignore[attr-defined]
+        if self._compilation.is_on:
+            self._compilation.start(self.lightning_module, self.networks(), self.local_rank == 0, self.world_size)
+
+    def networks(self) -> Iterable[nn.Module]:
+        """Return what of the module this rank calls, to be compiled."""
+        assert self.lightning_module is not None
+        return [self.lightning_module]
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._compilation.before_batch(training=True)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._compilation.before_batch(training=False)
+        return super().validation_step(*args, **kwargs)
 
     def _keeps_statistics(self) -> bool:
         # sync_batchnorm=True replaces the layers later, by layers that cannot have weights of another type
@@ -350,6 +393,7 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        self._compilation.stop()
         super().teardown()
         end_precise(self.precision_plugin)
 

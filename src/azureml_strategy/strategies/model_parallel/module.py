@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -18,6 +18,7 @@ from azureml_strategy.huggingface.transformers_internals import (
     head_counts,
     tensor_parallel_plan,
 )
+from azureml_strategy.interfaces import HasShardedBlocks
 from azureml_strategy.sequence_parallel import SequenceGroup
 from azureml_strategy.strategies.errors import ConfigurationError, MissingPlanError
 from azureml_strategy.strategies.model_parallel.layout import check_counts
@@ -43,18 +44,6 @@ class HasTensorParallelCounts(Protocol):
 
     def tensor_parallel_counts(self) -> Mapping[str, int]:
         """Return the numbers by what they count, such as `{"heads": 12}`. Called before any layer is made."""
-
-
-@runtime_checkable
-class HasShardedBlocks(Protocol):
-    """A module whose sharded parameters are gathered block by block."""
-
-    def sharded_blocks(self) -> Iterable[nn.Module]:
-        """Return the blocks. The forward pass must call each as a module, and no two blocks may share a parameter.
-
-        Parameters outside the blocks, such as embeddings and output matrices tied to them, are gathered for the whole
-        step.
-        """
 
 
 def plan_of(module: nn.Module, size: int) -> Mapping[str, str]:

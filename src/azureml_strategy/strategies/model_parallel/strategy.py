@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from azureml_strategy.checkpoint.serialization import WRITTEN_APART, run_objects, to_plain
 from azureml_strategy.huggingface.loading import Way
-from azureml_strategy.interfaces import ALL_RANKS, WriteStaged
+from azureml_strategy.interfaces import ALL_RANKS, HasShardedBlocks, WriteStaged
 from azureml_strategy.lightning_internals import accumulates, give_device_mesh
 from azureml_strategy.sequence_parallel import SequenceGroup
 from azureml_strategy.strategies.averages import keep_averages
@@ -43,7 +43,6 @@ from azureml_strategy.strategies.model_parallel.checkpoint import (
 from azureml_strategy.strategies.model_parallel.gradients import copy_gradients, warn_of_lost_hooks
 from azureml_strategy.strategies.model_parallel.layout import MeshLayout, Size, check_counts, for_meshes, plan_layout
 from azureml_strategy.strategies.model_parallel.module import (
-    HasShardedBlocks,
     HasTensorParallelPlan,
     counts_of,
     plan_of,

@@ -1,0 +1,231 @@
+"""Compiles a module's parts in place while it is fitted, and says what was not compiled, and why."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sized
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+from azureml_strategy.interfaces import HasShardedBlocks
+from azureml_strategy.strategies.compilation import dynamo_internals as dynamo
+from azureml_strategy.strategies.compilation.parts import (
+    beside_blocks,
+    find_blocks,
+    is_of_torch,
+    kind_of,
+    networks_of,
+)
+from azureml_strategy.strategies.errors import ConfigurationError
+
+Compile = Literal["blocks", "whole", "off"]
+
+# Steps in which graphs are made. Later ones are a surprise.
+_FIRST_STEPS = 2
+# How many names or reasons a message lists.
+_SHOWN = 3
+_TORCH = str(Path(torch.__file__).parent)
+
+
+class CompiledKind:
+    """The compiled call of all modules that share their graphs.
+
+    torch makes the first graph for the sizes of the first call. A size that is another one later is marked as varying,
+    so that the second graph serves all sizes. torch's own way to do so would confuse the sizes of kinds with one class.
+
+    Args:
+        inline: whether hooks are part of the graph, see `dynamo_internals.compile_calls`.
+        mode: of torch.compile.
+        varies: whether batches are of several sizes, known before any is seen.
+    """
+
+    def __init__(self, inline: bool, mode: str | None, varies: bool) -> None:
+        self._call = dynamo.compile_calls(inline, mode)
+        self._varies = varies
+        self._sizes: dict[Hashable, list[torch.Size]] = {}
+        self._varying: defaultdict[Hashable, set[tuple[int, int]]] = defaultdict(set)
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call a module of this kind."""
+        if torch.compiler.is_compiling():  # it becomes part of another graph
+            return dynamo.call_plain(module, *args, **kwargs)
+        self._mark_varying(module.training, [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)])
+        return self._call(module, *args, **kwargs)
+
+    def _mark_varying(self, training: bool, tensors: list[Tensor]) -> None:
+        # Training and evaluation have graphs of their own, and may have batches of other sizes.
+        key = (training, torch.is_grad_enabled(), *(each.ndim for each in tensors))
+        first = self._sizes.setdefault(key, [each.shape for each in tensors])
+        varying = self._varying[key]
+        for index, (tensor, before) in enumerate(zip(tensors, first, strict=True)):
+            if tensor.shape != before:
+                varying.update((index, at) for at in range(tensor.ndim) if tensor.shape[at] != before[at])
+            if self._varies and tensor.ndim and len(tensor) == len(tensors[0]):
+                varying.add((index, 0))
+        for index, dimension in varying:
+            if tensors[index].shape[dimension] > 1:  # of one sample, torch always makes a graph of its own
+                dynamo.mark_varying(tensors[index], dimension)
+
+
+class Compilation:
+    """Compiles parts of a module from the start of a fit to its end. Names, checkpoints and copies stay as they are.
+
+    Args:
+        how: `blocks` compiles each kind of repeated block once, and larger parts beside them; `whole` compiles each
+            network in one piece; `off` nothing. True is `blocks`, False and None are `off`.
+        mode: of torch.compile, such as `reduce-overhead`, which replays CUDA graphs; None is its default.
+
+    Raises:
+        ConfigurationError: an unknown word.
+    """
+
+    def __init__(self, how: Compile | bool | None = "off", mode: str | None = None) -> None:
+        # YAML and Hydra read a bare `off` as false.
+        self.how = "blocks" if how is True else how or "off"
+        if self.how not in ("blocks", "whole", "off"):
+            raise ConfigurationError(f"compile={how!r} is none of blocks, whole and off.")
+        self._mode = None if mode in (None, "default") else mode
+        if self._mode is not None and self._mode not in dynamo.modes():
+            raise ConfigurationError(f"compile_mode={mode!r} is none of {', '.join(dynamo.modes())}.")
+        if self._mode is not None and self.how == "off":
+            raise ConfigurationError(
+                f"compile_mode={mode!r} has no effect without compile. Add compile=blocks or whole."
+            )
+        self._changes = ExitStack()
+        self._steps = 0
+        self._says = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is to be compiled."""
+        return self.how != "off"
+
+    @property
+    def replays_graphs(self) -> bool:
+        """Whether the mode replays CUDA graphs where there is a GPU."""
+        return self._mode in ("reduce-overhead", "max-autotune")
+
+    def start(
+        self, module: LightningModule, networks: Iterable[nn.Module], says: bool, reducing_ranks: int = 1
+    ) -> None:
+        """Compile a module's parts at their next calls.
+
+        Args:
+            module: is fitted, and its batches are known.
+            networks: what of it this rank calls: the module itself, or the layers of a stage.
+            says: whether this process tells of what is not compiled.
+            reducing_ranks: over which DDP reduces gradients while a backward pass computes others.
+        """
+        self.stop()
+        self._steps, self._says = 0, says
+        parts = dict.fromkeys(part for network in networks for part in self._parts_of(network))
+        self._changes.enter_context(dynamo.compiling(cut_for_buckets=self.how == "whole" and reducing_ranks > 1))
+        varies = _batches_vary(module.trainer.train_dataloader)
+        kinds: dict[Hashable, CompiledKind] = {}
+        for part in itertools.filterfalse(dynamo.has_call, parts):  # a user may have compiled it
+            kind = kinds.setdefault(
+                (part is module, kind_of(part)), CompiledKind(is_of_torch(part), self._mode, varies)
+            )
+            call = functools.partial(kind, part)
+            dynamo.set_call(part, _unless_redirected(part, call) if part is module else call)
+            self._changes.callback(dynamo.set_call, part, None)
+        names = Counter(type(part).__name__ for part in parts)
+        listed = ", ".join(f"{count} {name}" for name, count in names.items())
+        rank_zero_info(
+            f"compile={self.how}: {listed or 'nothing'} in {len(kinds)} kinds, each compiled at its first use."
+        )
+        self._record = dynamo.Record()
+
+    def before_batch(self, training: bool) -> None:
+        """Report what the last batch has compiled, and let CUDA graphs take their memory again."""
+        if not self.is_on:
+            return
+        if self.replays_graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        events, reasons = self._record.news()
+        if self._says and training:
+            self._say_failures(event for event in events if event.failed)
+            self._say_breaks([event for event in events if event.is_rest], reasons)
+            if self._steps > _FIRST_STEPS:
+                self._say_recompiled([event for event in events if event.recompiled])
+        self._steps += training
+
+    def stop(self) -> None:
+        """Take everything off the module."""
+        self._changes.close()
+
+    def explain(self, exception: BaseException) -> None:
+        """Add to an error that a compiled module has caused what to do about it."""
+        if self.is_on and "double backward" in str(exception):
+            exception.add_note(
+                "create_graph=True asks for derivatives of gradients, as gradient penalties do, and a compiled module "
+                "cannot give them. Train with compile=off."
+            )
+
+    def _parts_of(self, network: nn.Module) -> Iterator[nn.Module]:
+        if self.how == "blocks":
+            blocks = list(network.sharded_blocks() if isinstance(network, HasShardedBlocks) else find_blocks(network))
+            if blocks:
+                yield from (*blocks, *beside_blocks(network, set(blocks)))
+                return
+        # Its own forward first. What is compiled inside becomes part of it, unless a step calls that by itself.
+        if not isinstance(network, LightningModule) or is_overridden("forward", network):
+            yield network
+        yield from networks_of(network)
+
+    def _say_failures(self, events: Iterable[dynamo.Event]) -> None:
+        for function, place, reason in {(e.function, e.place, str(e.failed).partition("\n")[0]) for e in events}:
+            self._warn(
+                f"`{function}` ({place}) could not be compiled and trains uncompiled: {reason}. Mend this, or write "
+                "compile=off to save the attempt."
+            )
+
+    def _say_breaks(self, events: list[dynamo.Event], reasons: list[str]) -> None:
+        places = list(dict.fromkeys(event.place for event in events if not event.place.startswith(_TORCH)))
+        if places:
+            why = "; ".join(reason.partition("\n")[0] for reason in reasons[:_SHOWN])
+            self._warn(
+                f"A compiled part is cut at {', '.join(places[:_SHOWN])} ({why}). What comes before and after is "
+                "compiled apart, which is slower. Take the line out of the forward pass, or leave it if it is rare."
+            )
+
+    def _say_recompiled(self, events: list[dynamo.Event]) -> None:
+        for event in events[:1]:
+            self._warn(
+                f"`{event.function}` ({event.place}) was compiled again in step {self._steps}: {event.recompiled}. "
+                "Each time costs as much as many steps. If sizes vary, pad them to a few, or set drop_last=True; if it "
+                "is a number that changes with each step, make it a tensor."
+            )
+
+    def _warn(self, sentence: str) -> None:
+        warnings.warn(sentence, stacklevel=2)
+
+
+def _unless_redirected(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave a call alone by which Lightning runs a step inside of DDP's forward: it replaces the module's for that."""
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        return dynamo.call_plain(module, *args, **kwargs) if "forward" in vars(module) else call(*args, **kwargs)
+
+    return choose
+
+
+def _batches_vary(loaders: Any) -> bool:
+    """Whether the last batch of an epoch is smaller, as far as the loaders tell."""
+    return any(
+        not loader.drop_last and len(loader.sampler) % loader.batch_size != 0
+        for loader in tree_leaves(loaders)
+        if isinstance(loader, DataLoader) and loader.batch_size and isinstance(loader.sampler, Sized)
+    )
