@@ -6,7 +6,7 @@ import functools
 import itertools
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sized
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -54,28 +54,34 @@ class CompiledKind:
     def __init__(self, inline: bool, mode: str | None, varies: bool) -> None:
         self._call = dynamo.compile_calls(inline, mode)
         self._varies = varies
-        self._sizes: dict[Hashable, list[torch.Size]] = {}
+        self._known: set[Hashable] = set()
+        self._first: dict[Hashable, tuple[torch.Size, ...]] = {}
         self._varying: defaultdict[Hashable, set[tuple[int, int]]] = defaultdict(set)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a module of this kind."""
         if torch.compiler.is_compiling():  # it becomes part of another graph
             return dynamo.call_plain(module, *args, **kwargs)
-        self._mark_varying(module.training, [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)])
+        inputs: Sequence[Any] = (*args, *kwargs.values())
+        if any(isinstance(each, (tuple, list, dict)) for each in inputs):
+            inputs = tree_leaves(inputs)  # takes longer than all the rest here
+        tensors = [each for each in inputs if isinstance(each, Tensor)]
+        sizes = tuple(each.shape for each in tensors)
+        # Training and evaluation have graphs of their own, and may have batches of other sizes.
+        mode = (module.training, torch.is_grad_enabled())
+        if (module, mode, sizes) not in self._known:  # a graph may be made
+            self._known.add((module, mode, sizes))
+            self._mark_varying((mode, *map(len, sizes)), sizes, tensors)
         return self._call(module, *args, **kwargs)
 
-    def _mark_varying(self, training: bool, tensors: list[Tensor]) -> None:
-        # Training and evaluation have graphs of their own, and may have batches of other sizes.
-        key = (training, torch.is_grad_enabled(), *(each.ndim for each in tensors))
-        first = self._sizes.setdefault(key, [each.shape for each in tensors])
+    def _mark_varying(self, key: Hashable, sizes: tuple[torch.Size, ...], tensors: list[Tensor]) -> None:
         varying = self._varying[key]
-        for index, (tensor, before) in enumerate(zip(tensors, first, strict=True)):
-            if tensor.shape != before:
-                varying.update((index, at) for at in range(tensor.ndim) if tensor.shape[at] != before[at])
-            if self._varies and tensor.ndim and len(tensor) == len(tensors[0]):
+        for index, (size, first) in enumerate(zip(sizes, self._first.setdefault(key, sizes), strict=True)):
+            varying.update((index, at) for at in range(len(size)) if size[at] != first[at])
+            if self._varies and size and size[:1] == sizes[0][:1]:
                 varying.add((index, 0))
         for index, dimension in varying:
-            if tensors[index].shape[dimension] > 1:  # of one sample, torch always makes a graph of its own
+            if sizes[index][dimension] > 1:  # for one sample, torch always makes a graph of its own
                 dynamo.mark_varying(tensors[index], dimension)
 
 
