@@ -1,6 +1,7 @@
 """A training of a compiled function, whose process is killed when its compiled code is kept, or not.
 
-Arguments: the folder, the strategy, `killed` or `whole`, and for each rank the factor that its function has.
+Arguments: the folder, the strategy, `killed`, `whole` or `taken` (it waits in the first attempt until its node is taken
+away), and for each rank the factor that its function has.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from tests.multiprocess.scripts.common import Regression, loader, quiet_trainer,
 from tests.multiprocess.scripts.strategies import STRATEGIES
 from torch import Tensor
 from torch._dynamo.utils import counters
+
+from azureml_strategy import read_job
 
 ROOT, STRATEGY, END, FACTORS = Path(sys.argv[1]), sys.argv[2], sys.argv[3], list(map(float, sys.argv[4:]))
 RANK, NODES = int(os.environ["RANK"]), int(os.environ["AZUREML_NODE_COUNT"])
@@ -47,8 +50,14 @@ class Witness(Callback):
     ) -> None:
         if batch_idx != 4:
             return
+        job = read_job()
+        assert job is not None
         found = {kind: dict(counters[kind]) for kind in ("inductor", "aot_autograd")}
-        report(RANK, folder=os.environ["TORCHINDUCTOR_CACHE_DIR"], losses=pl_module.losses, **found)
+        report(
+            RANK, attempt=job.attempt, folder=os.environ["TORCHINDUCTOR_CACHE_DIR"], losses=pl_module.losses, **found
+        )
+        while END == "taken" and job.attempt == 0:
+            time.sleep(1)
         if END != "killed":
             return
         while not all((ROOT / "compile_cache" / f"node{node}.bin").exists() for node in range(NODES)):

@@ -244,7 +244,7 @@ def test_what_a_killed_writer_has_left_is_removed(tmp_path: Path, written: Writt
     fit(tmp_path, at(0))
     (tmp_path / "compile_cache" / ".node0.bin.77.part").write_bytes(b"half")
     (tmp_path / "compile_cache" / ".node1.bin.77.part").write_bytes(b"of another node, which may be writing")
-    fit(tmp_path, at(0), again=True)
+    fit(tmp_path, at(1), again=True)
     assert sorted(each.name for each in (tmp_path / "compile_cache").iterdir()) == [".node1.bin.77.part", "node0.bin"]
 
 

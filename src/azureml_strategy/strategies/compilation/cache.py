@@ -125,8 +125,6 @@ class CompileCache(IsolatedCallback):
         """Read this node's file; rank 0's node's if the job has more nodes than before, which compile the same."""
         assert self._file is not None
         found = next((each for each in (self._file, self._file.with_name("node0.bin")) if each.exists()), None)
-        for part in self._file.parent.glob(f".{self._file.name}.*.part"):  # of an attempt that ended while it wrote
-            part.unlink(missing_ok=True)
         if found is None:
             return
         try:

@@ -132,6 +132,8 @@ def write_cache(path: Path, folder: Path, names: Iterable[str], here: dict[str, 
     path.parent.parent.mkdir(parents=True, exist_ok=True)
     if not is_trusted(path.parent):
         private_folder(path.parent)
+    for part in path.parent.glob(f".{path.name}.*.part"):  # of an attempt that ended while it wrote
+        part.unlink(missing_ok=True)
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w:gz", compresslevel=1) as archive:
         for name in names:
