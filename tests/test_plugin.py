@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 
 from azureml_strategy.cluster.environ import (
     CALLBACKS_SWITCH,
+    COMPILE_CACHE_SWITCH,
     DATA_CHECK_SWITCH,
     GUARD_SWITCH,
     HANG_WATCH_SWITCH,
@@ -36,6 +37,7 @@ from azureml_strategy.plugin import (
 )
 from azureml_strategy.preemption.termination import TerminateTogether
 from azureml_strategy.strategies import AzureMLDDPStrategy
+from azureml_strategy.strategies.compilation.cache import CompileCache
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.replica_check import ReplicaCheck
 from azureml_strategy.strategies.replica_check.data_check import DataCheck
@@ -54,7 +56,10 @@ NODE_1 = {
     "MLFLOW_TRACKING_URI": "sqlite:///mlflow.db",
 }
 QUIET: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
-OURS = (LaunchGuard, HangWatch, TerminateTogether, NetworkRecorder, DataCheck, ReplicaCheck, JobTracking, JobThroughput)
+OURS = (
+    *(LaunchGuard, HangWatch, TerminateTogether, NetworkRecorder, DataCheck, ReplicaCheck),
+    *(CompileCache, JobTracking, JobThroughput),
+)
 TRAINER = "Trainer(strategy='azureml_ddp', accelerator='cpu', logger=False, enable_checkpointing=False)"
 
 
@@ -108,21 +113,21 @@ def test_all_reach_a_process_that_lightning_spawns(monkeypatch: pytest.MonkeyPat
     assert ours(pickle.loads(pickle.dumps(Trainer(**QUIET)))) == list(OURS)
 
 
-def test_a_job_of_one_node_without_a_launcher_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_one_node_without_a_launcher_has_what_any_job_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZUREML_RUN_ID", "quirky_plum")
     monkeypatch.setenv("AZUREML_NODE_COUNT", "1")
-    assert ours(Trainer(**QUIET)) == []
+    assert ours(Trainer(**QUIET)) == [CompileCache]
 
 
 def test_a_job_of_one_process_has_those_that_track(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZUREML_RUN_ID", "quirky_plum")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
-    assert ours(Trainer(**QUIET)) == [JobTracking, JobThroughput]
+    assert ours(Trainer(**QUIET)) == [CompileCache, JobTracking, JobThroughput]
 
 
 SWITCHES = (
     *(GUARD_SWITCH, HANG_WATCH_SWITCH, TERMINATION_SWITCH, NETWORK_RECORD_SWITCH, DATA_CHECK_SWITCH),
-    *(REPLICA_CHECK_SWITCH, TRACKING_SWITCH, THROUGHPUT_SWITCH),
+    *(REPLICA_CHECK_SWITCH, COMPILE_CACHE_SWITCH, TRACKING_SWITCH, THROUGHPUT_SWITCH),
 )
 SWITCHED = dict(zip(SWITCHES, OURS, strict=True))
 

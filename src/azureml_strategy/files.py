@@ -73,6 +73,17 @@ def is_private(folder: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
+def filesystem_of(folder: Path, table: Path = Path("/proc/self/mounts")) -> str | None:
+    """Return the type of a folder's file system, such as `ext4` or `fuse`; None if that is not known."""
+    path = os.path.realpath(folder)
+    try:
+        mounts = [line.split(" ")[1:3] for line in table.read_text().splitlines()]
+    except OSError:
+        return None
+    above = [(point, kind) for point, kind in mounts if os.path.commonpath((path, point)) == point]
+    return max(reversed(above), key=lambda mount: len(mount[0]), default=("", None))[1]
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that it is either complete or absent; create its folder if needed.
 

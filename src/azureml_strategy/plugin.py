@@ -16,6 +16,7 @@ from azureml_strategy.cluster.environ import (
     CALLBACKS_SWITCH,
     CHECKPOINT_SWITCH,
     CLI_CONFIG_SWITCH,
+    COMPILE_CACHE_SWITCH,
     DATA_CHECK_SWITCH,
     GUARD_SWITCH,
     HANG_WATCH_SWITCH,
@@ -63,8 +64,8 @@ def register_when_lightning_is_imported() -> None:
 def job_callbacks() -> list[Callback]:
     """Return the callbacks that Lightning adds to every Trainer.
 
-    Some are for a distributed job, those that track the training for any job with an MLflow run. Elsewhere there are
-    none. Each callback has a switch. A callback that cannot be loaded is left out with a warning.
+    Some are for a distributed job, one for any job, those that track the training for any job with an MLflow run.
+    Elsewhere there are none. Each callback has a switch. A callback that cannot be loaded is left out with a warning.
 
     Raises:
         LaunchError: this process cannot know its rank.
@@ -81,6 +82,8 @@ def job_callbacks() -> list[Callback]:
         parts |= {switch: partial(make, launch) for switch, make in _MAKERS.items()}
     if "lightning.pytorch.cli" in sys.modules:
         parts[CLI_CONFIG_SWITCH] = partial(_make, "azureml_strategy.tracking.job_tracking", "LightningCLIConfig")
+    if read_job() is not None:
+        parts[COMPILE_CACHE_SWITCH] = partial(_make, "azureml_strategy.strategies.compilation.cache", "CompileCache")
     if read_job() is not None and "MLFLOW_TRACKING_URI" in os.environ:
         # The second logs through the logger that the first adds.
         parts |= {

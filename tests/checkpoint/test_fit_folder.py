@@ -17,6 +17,7 @@ from azureml_strategy.checkpoint.fit_resume import (
     this_process,
     warn_of_own_disk,
 )
+from azureml_strategy.files import filesystem_of
 
 
 def test_the_jobs_output_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -37,14 +38,14 @@ tmpfs /mnt/run/fast tmpfs rw 0 0
 )
 def test_the_file_system_of_a_folder(tmp_path: Path, folder: str, kind: str) -> None:
     (tmp_path / "mounts").write_text(MOUNTS)
-    assert fit_resume._filesystem(Path(folder), tmp_path / "mounts") == kind
-    assert fit_resume._filesystem(Path(folder), tmp_path / "nothing") is None
+    assert filesystem_of(Path(folder), tmp_path / "mounts") == kind
+    assert filesystem_of(Path(folder), tmp_path / "nothing") is None
 
 
 def test_it_is_said_once_and_in_a_real_job_only(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fit_resume, "_filesystem", lambda folder: "ext4")
+    monkeypatch.setattr(fit_resume, "filesystem_of", lambda folder: "ext4")
     warn_of_own_disk(tmp_path / "checkpoints")
     monkeypatch.setenv("AZUREML_RUN_ID", "job-1")
     monkeypatch.setenv("AZ_BATCHAI_CLUSTER_NAME", "emulated")

@@ -133,6 +133,15 @@ class ManualTwice(Manual):
         self.manual_backward(0.5 * self(rows).pow(2).mean())
 
 
+class ManualDiscards(Manual):
+    """Looks at the gradients of another loss, and throws them away."""
+
+    def make_gradients(self, rows: Tensor) -> None:
+        self.manual_backward(10 * self(-rows).pow(2).mean())
+        self.optimizers().zero_grad()
+        super().make_gradients(rows)
+
+
 class ManualAccumulation(Manual):
     """A step after three batches."""
 
@@ -441,6 +450,7 @@ SITUATIONS: dict[str, Situation] = {
     "evaluates_in_step": Situation(EvaluatesInStep),
     "manual_twice": Situation(ManualTwice),
     "manual_accumulation": Situation(ManualAccumulation),
+    "manual_discards": Situation(ManualDiscards),
     "manual_clipping": Situation(ManualClipping),
     "two_optimizers": Situation(TwoOptimizers),
     "adversaries": Situation(Adversaries),

@@ -13,6 +13,7 @@ _BY_HAND = (
     "toggles_in_step",
     "evaluates_in_step",
     "manual_twice",
+    "manual_discards",
     "manual_accumulation",
     "manual_clipping",
     "two_optimizers",
@@ -98,7 +99,7 @@ _MANUAL = (
         "evaluates_in_step",
         "experts_by_hand",
     ),
-    *("manual_twice", "manual_accumulation", "manual_clipping", "two_optimizers", "adversaries"),
+    *("manual_twice", "manual_discards", "manual_accumulation", "manual_clipping", "two_optimizers", "adversaries"),
 )
 _COPIES = ("ema_weight_averaging", "weight_averaging", "stochastic_weight_averaging", "pruning")
 _OUTSIDE = (

@@ -39,6 +39,8 @@ def added(target: str, keys: str) -> str:
         (["+vars.rate=0.1", "model.learning_rate=${vars.rte}", "+vars.rte=1"], "vars.rate:"),
         (["+vars={a: {b: 1, c: 2}}", "seed=${vars.a.b}"], "vars.a.c:"),
         (["+vars={a: 1, b: 2}"], "vars.a, vars.b:"),
+        (["strategy=lightning_ddp", "compile=blocks"], "strategy=ddp has"),
+        (["compile=whole", "strategy.compile=blocks"], "write strategy.compile=whole"),
         ([added("Watches", "patince: 3")], "callbacks.mine.patience?"),
         ([added("WatchesMore", "patince: 3")], "callbacks.mine.patience?"),
         ([added("WatchesMore", "widht: 3")], "callbacks.mine.width?"),

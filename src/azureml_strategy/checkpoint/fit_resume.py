@@ -31,6 +31,7 @@ from azureml_strategy.cluster.emulated import is_emulated
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.control.gather import GroupExchange
 from azureml_strategy.control.store import StepError
+from azureml_strategy.files import filesystem_of
 from azureml_strategy.interfaces import ContinuesRun
 from azureml_strategy.lightning_internals import frame_of_run, given_checkpoint, only_searches, restore_from
 
@@ -77,7 +78,7 @@ def warn_of_own_disk(folder: Path) -> None:
     not exist.
     """
     known = folder.parent in _warned or read_job() is None or is_emulated(os.environ)
-    if known or _filesystem(folder) not in _OWN_DISKS:
+    if known or filesystem_of(folder) not in _OWN_DISKS:
         return
     _warned.add(folder.parent)
     log.warning(
@@ -86,17 +87,6 @@ def warn_of_own_disk(folder: Path) -> None:
         "`outputs: {run: {type: uri_folder, mode: rw_mount}}`; or JobCheckpoint a `dirpath` on a mount.",
         folder,
     )
-
-
-def _filesystem(folder: Path, table: Path = Path("/proc/self/mounts")) -> str | None:
-    """Return the type of a folder's file system; None if that is not known."""
-    path = os.path.realpath(folder)
-    try:
-        mounts = [line.split(" ")[1:3] for line in table.read_text().splitlines()]
-    except OSError:
-        return None
-    above = [(point, kind) for point, kind in mounts if os.path.commonpath((path, point)) == point]
-    return max(reversed(above), key=lambda mount: len(mount[0]), default=("", None))[1]
 
 
 def name_of_fit(trainer: Trainer, module: LightningModule) -> str:

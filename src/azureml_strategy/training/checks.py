@@ -23,7 +23,7 @@ from azureml_strategy.training.recipes import Recipe, RecipeError, hidden_by, ne
 
 # The keys of a recipe; `vars` is for the user.
 SECTIONS = (
-    *("seed", "matmul_precision", "output_dir", "resume", "global_batch", "num_classes", "vars"),
+    *("seed", "matmul_precision", "compile", "output_dir", "resume", "global_batch", "num_classes", "vars"),
     *("model", "data", "trainer", "strategy", "tracking", "checkpoint", "callbacks", "profile", "head_space"),
     *("cluster", "job"),  # settings of a submitted job; `train` only records them
 )

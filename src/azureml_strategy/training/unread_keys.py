@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 # Names that are nearer than this are one name, misspelt.
 _NEAR = 0.8
 _REFERENCE = re.compile(r"\bvars\b((?:\.[^\s.,:'\"()\[\]{}]+)*)(\[?)")
+_COMPILE = "${compile}"
 
 Path = tuple[str, ...]
 
@@ -28,10 +29,12 @@ Path = tuple[str, ...]
 def warn_of_unread_keys(config: DictConfig) -> None:
     """Warn of values under `vars` to which nothing refers, and of keywords that are nearly an argument's name.
 
+    `compile` is read by the strategies that refer to it.
+
     Args:
         config: composed and checked by `check_config`.
     """
-    for text in (*_unread_values(config), *_misspelt_keywords(config)):
+    for text in (*_unread_values(config), *_unread_compile(config), *_misspelt_keywords(config)):
         log.warning(text)
 
 
@@ -46,6 +49,20 @@ def _unread_values(config: DictConfig) -> Iterator[str]:
     if unread:
         names = ", ".join(".".join(("vars", *path)) for path in unread)
         yield f"No key of the recipe refers to {names}: it changes nothing, unless your own code reads it."
+
+
+def _unread_compile(config: DictConfig) -> Iterator[str]:
+    # A reference is the recipe's own default, which another strategy may leave unread.
+    if OmegaConf.is_interpolation(config, "compile") or config.get("compile") in (None, False, "off"):
+        return
+    content: Any = OmegaConf.to_container(config, resolve=False)
+    if any(_COMPILE in text for text in _texts(content)):
+        return
+    says = f"compile={config.compile} is set, and nothing refers to it: it changes nothing."
+    if "compile" in config.strategy:
+        yield f"{says} This strategy has its own key: write strategy.compile={config.compile}."
+    else:
+        yield f"{says} {config.strategy.get('_target_')} has no key compile; strategy=ddp has."
 
 
 def _texts(node: Any) -> Iterator[str]:

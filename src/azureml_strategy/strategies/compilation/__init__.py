@@ -1,4 +1,4 @@
-"""Compiles the parts of a module for the time of a fit: `strategy.compile=blocks|whole|off`."""
+"""Training with compiled modules: `compile=blocks|whole|off` of strategies, and compiled code that outlives a node."""
 
 from azureml_strategy.strategies.compilation.compilation import Compilation, Compile
 

@@ -24,7 +24,6 @@ from azureml_strategy.strategies.compilation import dynamo_internals as dynamo
 from azureml_strategy.strategies.compilation.parts import (
     beside_blocks,
     find_blocks,
-    is_of_torch,
     kind_of,
     networks_of,
 )
@@ -40,19 +39,18 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 class CompiledKind:
-    """The compiled call of all modules that share their graphs.
+    """The compiled forward of all modules that share their graphs.
 
     torch makes the first graph for the sizes of the first call. A size that is another one later is marked as varying,
     so that the second graph serves all sizes. torch's own way to do so would confuse the sizes of kinds with one class.
 
     Args:
-        inline: whether hooks are part of the graph, see `dynamo_internals.compile_calls`.
         mode: of torch.compile.
         varies: whether batches are of several sizes, known before any is seen.
     """
 
-    def __init__(self, inline: bool, mode: str | None, varies: bool) -> None:
-        self._call = dynamo.compile_calls(inline, mode)
+    def __init__(self, mode: str | None, varies: bool) -> None:
+        self._compiled = dynamo.compile_forward(mode)
         self._varies = varies
         self._known: set[Hashable] = set()
         self._first: dict[Hashable, tuple[torch.Size, ...]] = {}
@@ -62,6 +60,10 @@ class CompiledKind:
         """Call a module of this kind."""
         if torch.compiler.is_compiling():  # it becomes part of another graph
             return dynamo.call_plain(module, *args, **kwargs)
+        return dynamo.call_with(module, functools.partial(self._forward, module), *args, **kwargs)
+
+    def _forward(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Hooks of FSDP2 and ZeRO give the forward other tensors than the call was given.
         inputs: Sequence[Any] = (*args, *kwargs.values())
         if any(isinstance(each, (tuple, list, dict)) for each in inputs):
             inputs = tree_leaves(inputs)  # takes longer than all the rest here
@@ -72,7 +74,7 @@ class CompiledKind:
         if (module, mode, sizes) not in self._known:  # a graph may be made
             self._known.add((module, mode, sizes))
             self._mark_varying((mode, *map(len, sizes)), sizes, tensors)
-        return self._call(module, *args, **kwargs)
+        return self._compiled(forward, *args, **kwargs)
 
     def _mark_varying(self, key: Hashable, sizes: tuple[torch.Size, ...], tensors: list[Tensor]) -> None:
         varying = self._varying[key]
@@ -141,9 +143,7 @@ class Compilation:
         varies = _batches_vary(module.trainer.train_dataloader)
         kinds: dict[Hashable, CompiledKind] = {}
         for part in itertools.filterfalse(dynamo.has_call, parts):  # a user may have compiled it
-            kind = kinds.setdefault(
-                (part is module, kind_of(part)), CompiledKind(is_of_torch(part), self._mode, varies)
-            )
+            kind = kinds.setdefault((part is module, kind_of(part)), CompiledKind(self._mode, varies))
             call = functools.partial(kind, part)
             dynamo.set_call(part, _unless_redirected(part, call) if part is module else call)
             self._changes.callback(dynamo.set_call, part, None)

@@ -5,6 +5,7 @@ They are imported where they are used, as a run that compiles nothing should not
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator
@@ -65,22 +66,21 @@ class Record:
         return [_event(each) for each in new if each.co_name is not None], reasons
 
 
-def compile_calls(inline: bool, mode: str | None) -> Callable[..., Any]:
-    """Return a compiled `call(module, ...)`, whose graphs serve all modules of a kind, and no others.
+def compile_forward(mode: str | None) -> Callable[..., Any]:
+    """Return a compiled `call(forward, ...)`, whose graphs serve the forwards of all modules of a kind, and no others.
 
     Args:
-        inline: trace the call itself, hooks included. A call whose forward is torch's own is not traced otherwise.
         mode: of torch.compile.
     """
     # Sizes that vary are marked. By itself, torch would take the sizes of two kinds for one size that varies.
     settings: dict[str, Any] = {"mode": mode, "dynamic": False}
     if _can_isolate():
         settings |= {"isolate_recompiles": True, "recompile_limit": _GRAPHS_OF_A_KIND}
-    return torch.compile(_call if inline else nn.Module._call_impl, **settings)
+    return torch.compile(_call, **settings)
 
 
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
@@ -96,6 +96,22 @@ def has_call(module: nn.Module) -> bool:
 def call_plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module as if it were not compiled."""
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def call_with(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a module with `forward(its own forward, ...)` in place of its own. Its hooks stay outside, uncompiled.
+
+    torch.compile of the call would compile each hook apart, as far as it can.
+    """
+    attributes, replaced = vars(module), vars(module).get("forward")
+    attributes["forward"] = functools.partial(forward, module.forward)
+    try:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+    finally:
+        if replaced is None:
+            del attributes["forward"]
+        else:
+            attributes["forward"] = replaced
 
 
 def mark_varying(tensor: Tensor, dimension: int) -> None:

@@ -45,7 +45,7 @@ def beside_blocks(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[
             continue
         if part in around or isinstance(part, CONTAINERS):
             waiting += part.children()
-        elif _layers(part) > 1 or (_layers(part) and not is_of_torch(part)):
+        elif _layers(part) > 1 or (_layers(part) and not _is_of_torch(part)):
             yield part
 
 
@@ -58,8 +58,8 @@ def networks_of(module: nn.Module) -> Iterator[nn.Module]:
             yield part
 
 
-def is_of_torch(module: nn.Module) -> bool:
-    """Whether a module's forward is torch's own, where a call that starts there is not traced."""
+def _is_of_torch(module: nn.Module) -> bool:
+    """Whether a module's forward is torch's own."""
     return type(module).forward.__module__.startswith("torch.nn.")
 
 

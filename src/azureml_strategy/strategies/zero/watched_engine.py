@@ -114,15 +114,17 @@ class WatchedEngine:
         self.awaits_step = self._in_backward = False
         self._earlier: dict[int, list[Tensor]] = {}
         self.edited = EditedWeights(engine)
-        optimizer, forget = engine.optimizer, engine.optimizer.zero_grad
+        optimizer, kind, forget = engine.optimizer, type(engine.optimizer), engine.optimizer.zero_grad
 
-        def zero_grad(*args: Any, **kwargs: Any) -> None:
+        def zero_grad(_: object, *args: Any, **kwargs: Any) -> None:
             if self.awaits_step:
                 discard_gradients(engine)
                 self.awaits_step = False
             forget(*args, **kwargs)
 
-        optimizer.zero_grad = zero_grad
+        # The Trainer's and Fabric's wrappers call the method of the class, past one of the instance.
+        members = {"zero_grad": zero_grad, "__module__": kind.__module__}
+        optimizer.__class__ = type(kind.__name__, (kind,), members)
         if not hasattr(optimizer, "add_param_group"):
             optimizer.add_param_group = refuse_group
 
@@ -153,10 +155,6 @@ class FabricEngine(WatchedEngine):
     ) -> None:
         super().__init__(engine, module, starting)
         self._beside = beside
-        kind, zero_grad = type(engine.optimizer), engine.optimizer.zero_grad
-        # Fabric's wrapper calls the method of the class, past one of the instance.
-        members = {"zero_grad": lambda _, *args, **kwargs: zero_grad(*args, **kwargs), "__module__": kind.__module__}
-        engine.optimizer.__class__ = type(kind.__name__, (kind,), members)
         engine.register_forward_pre_hook(lambda *_: self.edited.take_whole())
         engine.register_forward_hook(self._watch_outputs)
 
