@@ -233,10 +233,36 @@ def test_resnet50_gpu(tmp_path: Path) -> None:
     assert figures["copy_bytes_per_s"] > 0
     for mode in ("eager", "compiled"):
         half = figures[mode]
-        assert half["images_per_s"].keys() == half["peak_memory_gib"].keys() == {"loop", "lightning", "recipe"}
+        assert half["left_out"] == {}
+        assert half["images_per_s"].keys() == half["to_loop"].keys() | {"loop"} >= {"loop", "lightning", "recipe"}
         assert half["recipe_to_lightning"]["count"] == half["recipe_to_loop"]["count"] == 1
         assert half["share_of_memory_bound"]["recipe"]["measured copies"] > 0
+    ablation = {"compile=blocks", "SGD not fused", "CUDA graphs", "not channels_last", "lightning, graphs not cut"}
+    assert figures["compiled"]["to_loop"].keys() > ablation
     assert figures["compiled"]["graphs_compiled"] > figures["eager"]["graphs_compiled"] == 0
+    assert figures["targets"]["met"].keys() == {"to_loop", "images_per_s"}
+
+
+def test_gpt_gpu(tmp_path: Path) -> None:
+    figures = run("gpt_gpu", tmp_path, "--smoke", "--rounds", "1")
+    parts = ("by_hand", "recipe", "llama", "preemption")
+    assert [figures[part]["left_out"] for part in parts] == [{}] * len(parts)
+    assert figures["by_hand"]["tokens_per_s"].keys() == {"compiled", "eager", "transformers' GPT-2, compiled"}
+    ablation = {"compile=off", "compile=whole", "CUDA graphs", "vocabulary not padded", "query, key and value apart"}
+    ablation |= {"AdamW not fused", "loss of all logits"}
+    assert figures["recipe"]["to_loop"].keys() == ablation | {"recipe", "lightning"}
+    assert figures["llama"]["recipe_to_loop"]["count"] == 1
+    assert figures["recipe"]["targets"]["met"].keys() == {"to_loop", "tokens_per_s"}
+    assert figures["preemption"]["kept_to_cold"] > 0
+
+
+def test_compiled_gpt(tmp_path: Path) -> None:
+    figures = run("compiled_gpt", tmp_path, "--smoke", "--rounds", "2", "--steps", "2")
+    assert figures.keys() == {"blocks", "whole", "lightning"}
+    for found in figures.values():
+        assert found["ratio_to_loop"]["count"] == 2
+        assert found["last_loss"]["fit"] == pytest.approx(found["last_loss"]["loop"], rel=1e-5)
+        assert min(found["first_step_cpu_s"].values()) > 0
 
 
 def test_read_transport(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from azureml_strategy.tracking.timing.goodput import process_age_s
 # Of the time, what is kept for the parts that need the GPU for themselves.
 _KEPT_S = 60.0
 # Parts of many cases, of which those are counted alone.
-_MANY = {"ok": ("matrix", "situations", "loops"), "refused": ("situations", "loops")}
+_MANY = {"ok": ("matrix", "situations", "loops", "compiled"), "refused": ("situations", "loops")}
 
 
 def _name(part: Part) -> str:

@@ -139,8 +139,10 @@ def _fit(module: Cell, layout: str, precision: str, accelerator: str) -> Trainer
     return trainer
 
 
-def make_trainer(layout: str, precision: str, accelerator: str, **arguments: Any) -> Trainer:
-    """A quiet Trainer of this job. Two ranks on one GPU need gloo."""
+def make_trainer(
+    layout: str, precision: str, accelerator: str, further: Mapping[str, Any] | None = None, **arguments: Any
+) -> Trainer:
+    """A quiet Trainer of this job, with further arguments of its strategy. Two ranks on one GPU need gloo."""
     backend = "nccl" if accelerator == "cuda" and WORLD == 1 else "gloo"
     if precision == "16-mixed" and "ddp" in layout:
         scaler = torch.amp.GradScaler(accelerator, init_scale=2.0**_SCALE_POWER)
@@ -148,7 +150,7 @@ def make_trainer(layout: str, precision: str, accelerator: str, **arguments: Any
     else:
         arguments["precision"] = precision
     return Trainer(
-        strategy=LAYOUTS[layout](process_group_backend=backend, timeout=TIMEOUT),
+        strategy=LAYOUTS[layout](process_group_backend=backend, timeout=TIMEOUT, **(further or {})),
         accelerator=accelerator,
         devices=1,
         num_nodes=WORLD,

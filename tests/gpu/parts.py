@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.gpu import families, matrix
+from tests.gpu import compiling, families, matrix
 from tests.gpu.agreement import judge
 from tests.gpu.gloo import NEEDS
 from tests.gpu.running import DETERMINISTIC, ROOT, Ended, Machine, Row, program
@@ -134,6 +134,24 @@ def _families(machine: Machine, part: str, layout: str) -> list[Row]:
         apart = max(abs(one - other) / other for one, other in zip(mine["losses"], alone, strict=True))
         rows.append(Row(part, case, "ok" if apart <= families.TOLERANCE else "WRONG", f"{apart:.1e} from torch alone"))
     return rows
+
+
+def compiling_part(machine: Machine) -> list[Row]:
+    """The shipped models compiled against uncompiled, on one rank, each strategy in a process of its own."""
+    with ThreadPoolExecutor(len(compiling.COMPILED_LAYOUTS)) as pool:
+        found = pool.map(partial(_compiled, machine), compiling.COMPILED_LAYOUTS)
+        return [row for rows in found for row in rows]
+
+
+def _compiled(machine: Machine, layout: str) -> list[Row]:
+    part, name = "compiled", f"compiled-{layout}"
+    command = [sys.executable, str(HERE / "compiling.py"), str(machine.folder / name), "--layouts", layout]
+    ended = machine.run(name, [*command, "--accelerator", machine.accelerator], limit_s=180)
+    (found,) = matrix.read(machine.folder / name, 1)
+    missing = {"right": False, "words": ended.failure or "it was not run"}
+    names = ["/".join(cell) for cell in compiling.cells([layout])]
+    judged = {case: found.get(case, missing) for case in names}
+    return [Row(part, case, "ok" if each["right"] else "WRONG", each["words"]) for case, each in judged.items()]
 
 
 def train(machine: Machine, name: str, recipe: str, *overrides: str, limit_s: float = 120, **extra: str) -> Ended:
@@ -298,7 +316,7 @@ def parts() -> tuple[list[Part], list[Part]]:
     """What runs at once, the longest first; and what needs the GPU for itself after it."""
     layouts = [layout for layout in matrix.LAYOUTS if layout != matrix.ORACLE]
     at_once: list[Part] = [
-        *(demo_part, partial(matrix_part, world=1, layouts=layouts), families_part),
+        *(demo_part, partial(matrix_part, world=1, layouts=layouts), families_part, compiling_part),
         partial(situations_part, world=1, layouts=list(situations.LAYOUTS)),
         *(partial(matrix_part, world=2, layouts=layouts), partial(loops_part, layouts=OF_FABRIC)),
         partial(situations_part, world=2, layouts=("ddp", "local_sgd")),
