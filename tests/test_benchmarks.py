@@ -59,6 +59,15 @@ def test_startup(tmp_path: Path) -> None:
     assert figures["wall_s"]["import lightning"].keys() == {"median", "low", "high", "count"}
 
 
+def test_compile_restart(tmp_path: Path) -> None:
+    figures = run("compile_restart", tmp_path, "--rounds", "1", "--layers", "1")
+    compiled = figures["graphs_compiled"]
+    assert (compiled["first start"] > 0, compiled["second start"], compiled["not compiled"]) == (True, 0, 0)
+    for kind in ("wall_s", "cpu_s", "wall_s_ratio", "cpu_s_ratio"):
+        assert figures[kind].keys() == compiled.keys()
+    assert figures["target"].keys() == {"figure", "at_most", "met"}
+
+
 def test_submit(tmp_path: Path) -> None:
     figures = run("submit", tmp_path, "--rounds", "1", "--warmup", "0", "--files", "200")
     assert figures["targets"].keys() == {"azureml-strategy submit --dry-run", "list_snapshot"}

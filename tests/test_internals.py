@@ -36,6 +36,7 @@ OTHERS = {
     "torch": {
         *(
             "_BatchNorm",
+            "_forward_hooks",
             "_forward_pre_hooks",
             "_NormBase",
             "_is_mkldnn_bf16_supported",

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from azureml_strategy.interfaces import HasShardedBlocks
 from azureml_strategy.strategies.compilation import dynamo_internals as dynamo
 from azureml_strategy.strategies.compilation.parts import (
+    CONTAINERS,
     beside_blocks,
-    find_blocks,
+    blocks_of,
     kind_of,
     networks_of,
 )
@@ -125,6 +125,11 @@ class Compilation:
         """Whether the mode replays CUDA graphs where there is a GPU."""
         return self._mode in ("reduce-overhead", "max-autotune")
 
+    def parts(self, networks: Iterable[nn.Module]) -> list[nn.Module]:
+        """Return what `start` compiles of networks, each part once."""
+        found = (part for network in networks for part in self._parts_of(network)) if self.is_on else ()
+        return list(dict.fromkeys(found))
+
     def start(
         self, module: LightningModule, networks: Iterable[nn.Module], says: bool, reducing_ranks: int = 1
     ) -> None:
@@ -138,7 +143,7 @@ class Compilation:
         """
         self.stop()
         self._steps, self._says = 0, says
-        parts = dict.fromkeys(part for network in networks for part in self._parts_of(network))
+        parts = self.parts(networks)
         self._changes.enter_context(dynamo.compiling(cut_for_buckets=self.how == "whole" and reducing_ranks > 1))
         varies = _batches_vary(module.trainer.train_dataloader)
         kinds: dict[Hashable, CompiledKind] = {}
@@ -182,12 +187,13 @@ class Compilation:
 
     def _parts_of(self, network: nn.Module) -> Iterator[nn.Module]:
         if self.how == "blocks":
-            blocks = list(network.sharded_blocks() if isinstance(network, HasShardedBlocks) else find_blocks(network))
+            blocks = blocks_of(network)
             if blocks:
                 yield from (*blocks, *beside_blocks(network, set(blocks)))
                 return
         # Its own forward first. What is compiled inside becomes part of it, unless a step calls that by itself.
-        if not isinstance(network, LightningModule) or is_overridden("forward", network):
+        called = not isinstance(network, CONTAINERS)
+        if called and (not isinstance(network, LightningModule) or is_overridden("forward", network)):
             yield network
         yield from networks_of(network)
 

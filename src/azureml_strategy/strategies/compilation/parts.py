@@ -8,6 +8,8 @@ from collections.abc import Collection, Hashable, Iterator
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
+from azureml_strategy.interfaces import HasShardedBlocks
+
 # They hold other modules and have no forward of their own.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 # What computes on the host, or changes with each call. A metric's own steps are no part of the model's.
@@ -20,6 +22,11 @@ def kind_of(module: nn.Module) -> Hashable:
     tensors = (*module.named_parameters(), *module.named_buffers())
     # Under ZeRO-3 a parameter is empty between its uses. DeepSpeed keeps its shape in `ds_shape`.
     return inside, tuple((name, tuple(getattr(each, "ds_shape", each.shape)), each.dtype) for name, each in tensors)
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """Return the repeated parts of a module, which it names as `sharded_blocks` or are found by type."""
+    return list(module.sharded_blocks() if isinstance(module, HasShardedBlocks) else find_blocks(module))
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:

@@ -23,6 +23,7 @@ from azureml_strategy.control.gather import GroupExchange
 from azureml_strategy.interfaces import ALL_RANKS, WriteStaged
 from azureml_strategy.lightning_internals import default_process_group_backend
 from azureml_strategy.strategies.changing_parameters import Wrappers
+from azureml_strategy.strategies.compilation import Compile
 from azureml_strategy.strategies.ddp import AzureMLDDPStrategy
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.local_sgd.averaging import PeriodicAveraging
@@ -70,6 +71,9 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         mixing: the share of its own parameters that a replica keeps at an arrival; None keeps the steps that it has
             taken since the exchange began.
         allow_infiniband: do not refuse a job of several nodes with InfiniBand.
+        compile: compile each kind of repeated block once (`blocks`), or each network in one piece (`whole`), or
+            nothing (`off`); see `azureml_strategy.strategies.compilation`.
+        compile_mode: of torch.compile, such as `reduce-overhead`, which replays CUDA graphs; None for its default.
         kwargs: further arguments of `AzureMLDDPStrategy`, which hold for the warm-up and, but for hooks, inside a node.
 
     Raises:
@@ -91,6 +95,8 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         delay: int = 0,
         mixing: float | None = None,
         allow_infiniband: bool = False,
+        compile: Compile | bool | None = "off",  # noqa: A002 - torch's word for it
+        compile_mode: str | None = None,
         **kwargs: Any,
     ) -> None:
         tuning = [name for name in ("tune", "tuned") if kwargs.get(name)]
@@ -99,7 +105,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
                 f"{tuning[0]} chooses how DDP sends gradients, and replicas of local SGD send none after the warm-up. "
                 "Leave it out, or use strategy='azureml_ddp'."
             )
-        super().__init__(**kwargs)
+        super().__init__(compile=compile, compile_mode=compile_mode, **kwargs)
         self._rules = Rules(period, outer_learning_rate, outer_momentum, compression, fragments, delay, mixing)
         if replica not in ("auto", "node", "rank"):
             raise ConfigurationError(f"replica={replica!r} is unknown. Choose 'auto', 'node' or 'rank'.")
@@ -169,6 +175,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
         if self._saved is not None:  # LearningRateFinder has searched at the start of an epoch
             self.on_train_start()
         if batch_idx == 0 and self._warmup_is_over:

@@ -115,6 +115,10 @@ class Cut:
             if place is not None:
                 self._module.set_submodule(place, layer)
 
+    def built(self) -> list[nn.Module]:
+        """Return the layers of this stage, once it has built them, as the module has them."""
+        return list(self._kept.values())
+
     def check_nothing_added(self) -> None:
         """Refuse parameters that were made after the module was cut."""
         self._refuse_outside(name for name, each in self._module.named_parameters() if each.requires_grad)

@@ -17,7 +17,7 @@ replace the others. A module that holds a transformers model and has no `pipelin
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +38,7 @@ from azureml_strategy.control.gather import Exchange, gather
 from azureml_strategy.huggingface.loading import Loading, fill_all, loading_as, refuse_lost_values
 from azureml_strategy.interfaces import WriteStaged
 from azureml_strategy.lightning_internals import skip_backward, updates_logs
+from azureml_strategy.strategies.compilation import Compile
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.mixed_precision import MIXED, float32_buffers
 from azureml_strategy.strategies.pipeline.checkpoint import PipelineLayout
@@ -83,6 +84,9 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
             `azureml_strategy.strategies.equal_buffers`.
         cluster_environment: replaces the environment that the job's launch gives.
         require_infiniband: stop a multi-node job unless NCCL carries it over InfiniBand, instead of warning.
+        compile: compile each kind of the stage's layers once (`blocks`), or each layer by itself (`whole`), or nothing
+            (`off`); see `azureml_strategy.strategies.compilation`.
+        compile_mode: of torch.compile; None for its default.
         kwargs: `accelerator`, `parallel_devices`, `precision_plugin`, `process_group_backend`, `timeout` and
             `logging_level` of `lightning.pytorch.strategies.DeepSpeedStrategy`.
 
@@ -111,6 +115,8 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         broadcast_buffers: bool = True,
         cluster_environment: ClusterEnvironment | None = None,
         require_infiniband: bool = False,
+        compile: Compile | bool | None = "off",  # noqa: A002 - torch's word for it
+        compile_mode: str | None = None,
         **kwargs: Any,
     ) -> None:
         require_deepspeed()
@@ -137,6 +143,8 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
                 "zero_optimization": {"stage": zero_stage},
                 "steps_per_print": None,  # Lightning's loggers and progress bar report instead
             },
+            compile=compile,
+            compile_mode=compile_mode,
             **kwargs,
         )
 
@@ -289,6 +297,11 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         with self.two_types_explained():
             loss = self._run.train(batch, arguments, measure)
         return self.precision_plugin.post_backward(loss, self.lightning_module)  # calls on_after_backward
+
+    @override
+    def networks(self) -> Iterable[nn.Module]:
+        assert self._cut is not None
+        return [nn.ModuleList(self._cut.built())]
 
     @override
     def validation_step(self, batch: Any, *arguments: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from warnings import catch_warnings, filterwarnings
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -21,6 +22,8 @@ from typing_extensions import override
 from azureml_strategy.huggingface.loading import Way
 from azureml_strategy.interfaces import ALL_RANKS
 from azureml_strategy.lightning_internals import training_source
+from azureml_strategy.strategies.compilation.compilation import Compile
+from azureml_strategy.strategies.compilation.parts import blocks_of
 from azureml_strategy.strategies.deepspeed_internals import zero_init
 from azureml_strategy.strategies.errors import ConfigurationError, MissingPlanError
 from azureml_strategy.strategies.launched import LaunchedStrategy
@@ -36,6 +39,7 @@ from azureml_strategy.strategies.zero.config import (
     strategy_arguments,
 )
 from azureml_strategy.strategies.zero.construction import Construction, place_all_but_parameters
+from azureml_strategy.strategies.zero.gathering import gather_as_one
 from azureml_strategy.strategies.zero.gradients import with_buffered_gradients
 from azureml_strategy.strategies.zero.hooks import WatchedHooks, whole_parameters_alone
 from azureml_strategy.strategies.zero.refusals import (
@@ -134,6 +138,10 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
             tell; `auto` takes the loader's number. Nothing else depends on it. It works beside `config` too.
         cluster_environment: replaces the environment that the job's launch gives.
         require_infiniband: stop a multi-node job unless NCCL carries it over InfiniBand, instead of warning.
+        compile: compile each kind of repeated block once (`blocks`), or each network in one piece (`whole`), or
+            nothing (`off`); see `azureml_strategy.strategies.compilation`. Stage 3 gathers a compiled block as one, and
+            has no `whole`.
+        compile_mode: of torch.compile; None for its default.
         kwargs: further arguments of `lightning.pytorch.strategies.DeepSpeedStrategy`, such as `offload_optimizer`,
             `offload_parameters`, `load_full_weights`, `timeout`.
 
@@ -156,12 +164,20 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         logging_batch_size_per_gpu: int | Literal["auto"] = "auto",
         cluster_environment: ClusterEnvironment | None = None,
         require_infiniband: bool = False,
+        compile: Compile | bool | None = "off",  # noqa: A002 - torch's word for it
+        compile_mode: str | None = None,
         **kwargs: Any,
     ) -> None:
         require_deepspeed()
         kwargs = strategy_arguments(stage, config, offload_nvme, kwargs)
         # LightningCLI reads here that `kwargs` are Lightning's arguments.
-        super().__init__(cluster_environment=cluster_environment, require_infiniband=require_infiniband, **kwargs)
+        super().__init__(
+            cluster_environment=cluster_environment,
+            require_infiniband=require_infiniband,
+            compile=compile,
+            compile_mode=compile_mode,
+            **kwargs,
+        )
         assert isinstance(self.config, dict)
         if config is None:
             # With offload, DeepSpeed would refuse the module's own optimizer, although torch runs it on the host too.
@@ -170,7 +186,13 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         self._autocast, self._broadcast_buffers = autocast, broadcast_buffers
         self._tensor_parallel_size = agreed_size(self.config, tensor_parallel_size)
         require_compiler(self.config)
+        if self.zero_stage_3 and self._compilation.how == "whole":
+            raise ConfigurationError(
+                "compile='whole' has one graph for a network, and ZeRO-3 gathers parameters between its parts. Write "
+                "compile='blocks', which gathers each block as one; or stage=2."
+            )
         self._construction = Construction()
+        self._undo_gathering: Callable[[], None] | None = None
         self._hooks: WatchedHooks | None = None
         # The loss scales before and after `scale_gradients`, until the step.
         self._loss_scales: tuple[float, float] | None = None
@@ -233,6 +255,9 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         if self._hooks is not None:
             self._hooks.end()
             self._hooks = None
+        if self._undo_gathering is not None:
+            self._undo_gathering()
+            self._undo_gathering = None
         super().teardown()
 
     @property
@@ -312,6 +337,7 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         self._edited = self._watched.edited
         if self.zero_stage_3:
             self._hooks = WatchedHooks(self.lightning_module.trainer, self.lightning_module)
+            self._undo_gathering = gather_as_one(engine, self._compilation.parts(self.networks()))
         if self._tensor_parallel_size > 1:
             from deepspeed.module_inject.layers import TensorParallel_Layer
 
@@ -328,6 +354,21 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         super().on_train_start()
         assert self.lightning_module is not None
         warn_of_unfilled_steps(self.lightning_module.trainer)
+
+    @override
+    def networks(self) -> Iterable[nn.Module]:
+        networks = super().networks()
+        if not (self.zero_stage_3 and self._compilation.is_on):
+            return networks
+        # What is compiled is gathered as one, and a network without blocks would be whole at once.
+        found = [each for each in networks if blocks_of(each)]
+        if not found:
+            rank_zero_warn(
+                f"compile='blocks' compiles nothing: {type(self.lightning_module).__name__} repeats no part, and "
+                "ZeRO-3 would have to gather all of it for one graph. Give it a method sharded_blocks() that returns "
+                "its layers, or use stage=2."
+            )
+        return found
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
