@@ -110,6 +110,7 @@ def in_a_process(case: str, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "measured.json")
         environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        environ["OMP_NUM_THREADS"] = "1"  # a Trainer gives torch its threads anew, and idle ones spin
         numbers = [f"--rounds={options.rounds}", f"--steps={options.steps}", f"--batch-size={options.batch_size}"]
         command = [sys.executable, __file__, "--case", case, "--output", str(output), *numbers]
         subprocess.run(command + ["--smoke"] * options.smoke, env=environ, cwd=folder, check=True)
