@@ -218,6 +218,14 @@ def test_pretrained_memory(tmp_path: Path) -> None:
     assert sum(rank["read_bytes"] for rank in figures["ranks"]) >= figures["file_bytes"], "it was loaded"
 
 
+def test_loss_memory(tmp_path: Path) -> None:
+    figures = run("loss_memory", tmp_path, "--tokens=512", "--width=32", "--rounds=1", "--warmup=0")
+    assert figures["met"] == {"saved_bytes": True, "peak_bytes": True}
+    for kind in ("float32", "bfloat16"):
+        ours, theirs = (figures["cases"][f"{name}, {kind}"]["loss"]["median"] for name in ("in chunks", "of logits"))
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_sequence_memory(tmp_path: Path) -> None:
     figures = run("sequence_memory", tmp_path, "--tokens=64", "--layers=1", "--width=32")

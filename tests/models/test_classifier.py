@@ -78,6 +78,19 @@ def test_pixels_are_normalised_as_published() -> None:
     assert torch.equal(classifier(ready), ready)
 
 
+def test_under_autocast_a_convolution_gets_pixels_that_are_cast_once() -> None:
+    """To the same numbers to which the convolution would cast those of float32; other networks get float32."""
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    resnet, other = (ImageClassifier(network, channels_last=True) for network in (ResNet50(3), nn.Identity()))
+    precise = resnet.normalise(images)
+    assert torch.equal(precise, images.float().mul(other.normalise.scale).add(other.normalise.shift))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = resnet.normalise(images)
+        assert torch.equal(cast, precise.bfloat16())
+        assert cast.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(other.normalise(images), precise)
+
+
 def test_channels_last_reaches_the_network_and_changes_nothing() -> None:
     images = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
     seen = ImageClassifier(nn.Identity(), channels_last=True)(images)

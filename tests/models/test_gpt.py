@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
+from collections.abc import Callable
+
 import pytest
 import torch
 from tests.models.gpts import GPT2, LLAMA, network, tokens
@@ -9,7 +13,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from azureml_strategy.models import GPTConfig
-from azureml_strategy.models.gpt import rotate
+from azureml_strategy.models.gpt import Block, CausalSelfAttention, NormalLinear, called_plainly, joined, rotate
 
 
 def _spread(module: nn.Module) -> None:
@@ -112,3 +116,116 @@ def test_rotary_angles_in_double_precision_keep_it() -> None:
     first, second = states[0, 0, -1].chunk(2)
     exact = torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()))
     assert torch.allclose(rotate(states, 10000.0)[0, 0, -1], exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_product_gives_queries_keys_and_values(bias: bool) -> None:
+    """The numbers and gradients of three products; autocast, in whose 16 bits they are equal too, asks for one."""
+    layers = [NormalLinear(32, width, bias, std=0.5) for width in (32, 16, 16)]
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    hidden = torch.randn(2, 5, 32, requires_grad=True)
+    found, expected = joined(hidden, layers), [layer(hidden) for layer in layers]
+    torch.testing.assert_close(list(found), expected, rtol=1e-6, atol=1e-6)
+    slopes = [torch.randn_like(states) for states in expected]
+    torch.testing.assert_close(
+        torch.autograd.grad(found, [hidden, *parameters], slopes),
+        torch.autograd.grad(expected, [hidden, *parameters], slopes),
+        rtol=1e-6,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_under_autocast_attention_is_that_of_three_products(config: GPTConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, hidden = CausalSelfAttention(config), torch.randn(2, 16, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        calls = len(_products(attention, hidden))
+        merged = attention(hidden)
+        monkeypatch.setattr("azureml_strategy.models.gpt.called_plainly", lambda layer: False)
+        assert (calls, len(_products(attention, hidden))) == (2, 4)
+        torch.testing.assert_close(attention(hidden), merged, rtol=1e-2, atol=1e-4)
+    monkeypatch.undo()
+    assert len(_products(attention, hidden)) == 4, "a copy of the matrices would be kept"
+
+
+def _products(module: nn.Module, hidden: torch.Tensor) -> list[str]:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                noted.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    noted: list[str] = []
+    with Noting(), torch.no_grad():
+        module(hidden)
+    return noted
+
+
+def _watch(layer: nn.Module) -> None:
+    layer.register_forward_hook(lambda *_: None)
+
+
+def _prune(layer: nn.Module) -> None:
+    torch.nn.utils.prune.l1_unstructured(layer, "weight", 0.5)
+
+
+def _parametrize(layer: nn.Module) -> None:
+    torch.nn.utils.parametrizations.spectral_norm(layer)
+
+
+def _replace(layer: nn.Module) -> None:
+    layer.forward = torch.zeros_like
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _watch,
+        _prune,
+        _parametrize,
+        _replace,
+        lambda layer: layer.register_forward_pre_hook(lambda *_: None),
+        lambda layer: layer.register_full_backward_hook(lambda *_: None),
+        lambda layer: layer.compile(backend="eager"),
+        lambda layer: setattr(layer, "__class__", type("Quantized", (NormalLinear,), {})),
+    ],
+)
+def test_a_layer_that_somebody_watches_or_changes_is_called(change: Callable[[nn.Module], None]) -> None:
+    layer = NormalLinear(8, 8, bias=True)
+    assert called_plainly(layer)
+    change(layer)
+    assert not called_plainly(layer)
+
+
+def test_hooks_of_all_modules_see_queries_too() -> None:
+    layer = NormalLinear(8, 8, bias=True)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert not called_plainly(layer)
+    handle.remove()
+    assert called_plainly(layer)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+def test_a_block_compiles_without_a_break(checkpointed: bool, autocast: bool) -> None:
+    """Rotary positions included. Another batch size is one graph more, and then any."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    block = Block(dataclasses.replace(LLAMA, checkpoint_activations=checkpointed))
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        compiled(torch.randn(2, 16, 32))  # as Lightning's first validation does
+    counters.clear()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows in (2, 2, 3, 4):
+            hidden = torch.randn(rows, 16, 32, requires_grad=True)
+            expected = torch.autograd.grad(block(hidden).sum(), [hidden, *block.parameters()])
+            found = torch.autograd.grad(compiled(hidden).sum(), [hidden, *block.parameters()])
+            tolerance = 1e-2 if autocast else 1e-5
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert counters["stats"]["unique_graphs"] <= 2

@@ -14,7 +14,7 @@ from tests.models.gpts import GPT2, LLAMA
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from azureml_strategy.models import GPTConfig, LanguageModel
+from azureml_strategy.models import GPTConfig, LanguageModel, linear_loss
 
 
 def _data(rows: int = 16, length: int = 16) -> TensorDataset:
@@ -131,6 +131,70 @@ def test_the_tensor_parallel_plan_names_every_matrix_of_the_blocks(config: GPTCo
         "layers.*.mlp.down",
     }
     assert list(model.tensor_parallel_counts().values()) == [4, config.key_value_heads]
+
+
+class _Recorded(LanguageModel):
+    """Notes the losses, and the gradients of the first step before they are clipped."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config, learning_rate=1e-2, warmup_steps=2, seed=1)
+        self.losses: list[float] = []
+        self.first: dict[str, Tensor] = {}
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.item())
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.first = self.first or {name: each.grad.clone() for name, each in self.named_parameters()}
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["tied", "untied"])
+def test_the_loss_in_chunks_trains_as_the_loss_of_logits(config: GPTConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With batches of unequal numbers of labels, accumulated, and one without any."""
+    inputs, targets = _data(24).tensors
+    targets = targets.clone()
+    targets[3:9, 5:] = -100
+    targets[12:16] = -100
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=4)
+    models, metrics = [], []
+    for few_logits in (linear_loss._FEW_LOGITS, 0):
+        monkeypatch.setattr(linear_loss, "_FEW_LOGITS", few_logits)
+        monkeypatch.setattr(linear_loss, "_CHUNK", {"cpu": 24})
+        models.append(_Recorded(config))
+        trainer = _trainer(max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.5)
+        trainer.fit(models[-1], loader)
+        metrics += trainer.validate(models[-1], loader, verbose=False)
+    plain, chunked = models
+    assert chunked.losses != plain.losses, "nothing was computed in chunks"
+    assert chunked.losses == pytest.approx(plain.losses, rel=1e-5)
+    torch.testing.assert_close(chunked.first, plain.first, rtol=1e-6, atol=1e-6)
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-5)
+
+
+class _Scaled(LanguageModel):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return 0.5 * super().forward(tokens)
+
+
+class _Smoothed(LanguageModel):
+    def pipeline_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("kind", [_Scaled, _Smoothed, "hook of the output", "hook of the module"])
+def test_who_reads_logits_still_has_them(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_loss, "_FEW_LOGITS", 0)
+    model = kind(LLAMA) if isinstance(kind, type) else LanguageModel(LLAMA)
+    model.configure_model()
+    batch, seen = _data(8).tensors, []
+    expected = model.pipeline_loss(model(batch[0]), batch[1])
+    if isinstance(kind, str):
+        watched = model if kind == "hook of the module" else model.layers[-1]
+        watched.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    assert torch.equal(model.evaluation_loss(batch), expected)
+    assert seen == ([(8, 16, 61)] if isinstance(kind, str) else [])
 
 
 class _Data(LightningDataModule):

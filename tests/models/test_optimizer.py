@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 
 from azureml_strategy.models import ResNet50, scaled_learning_rate, warmup_cosine
-from azureml_strategy.models.optimizer import decay_groups, warmup_cosine_schedule
+from azureml_strategy.models.optimizer import decay_groups, fused, keep_fused, warmup_cosine_schedule
 
 _STEPS = st.integers(0, 5000)
 
@@ -92,3 +94,62 @@ def test_the_schedule_follows_the_steps_and_survives_a_checkpoint() -> None:
     again = warmup_cosine_schedule(SGD([torch.zeros(1, requires_grad=True)], lr=2.0), 2, 4)["scheduler"]
     again.load_state_dict(state)
     assert again.last_epoch == 4
+
+
+class _OnGPU:
+    """What `fused` reads of a parameter, without a GPU."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, mesh: object = None) -> None:
+        self.device_mesh = mesh
+
+
+@pytest.mark.parametrize(
+    ("parameters", "chosen", "precision", "expected"),
+    [
+        ([_OnGPU(), _OnGPU()], None, "bf16-mixed", True),
+        ([_OnGPU(), _OnGPU()], None, "16-mixed", None),  # Lightning would refuse to clip gradients
+        ([_OnGPU(), _OnGPU()], False, "bf16-mixed", False),
+        ([_OnGPU("one"), _OnGPU("one")], None, "32-true", True),
+        ([_OnGPU("one"), _OnGPU("other")], None, "32-true", None),
+        ([_OnGPU(), torch.zeros(2)], None, "32-true", None),
+        ([torch.zeros(2)], None, "32-true", None),
+        ([torch.zeros(2)], True, "32-true", True),
+    ],
+)
+def test_one_kernel_takes_a_step_where_a_gpu_can(
+    parameters: list[object], chosen: bool | None, precision: str, expected: bool | None
+) -> None:
+    assert fused([{"params": parameters}], chosen, precision) is expected
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+@pytest.mark.parametrize("before", [None, True])
+def test_a_loaded_state_does_not_choose_the_kernel(kind: type[AdamW | SGD], before: bool | None) -> None:
+    """A run that goes on elsewhere takes the same steps, to rounding, with the kernels of its own device."""
+
+    def make(how: bool | None) -> tuple[nn.Parameter, AdamW | SGD]:
+        parameter = nn.Parameter(torch.linspace(-1, 1, 8))
+        settings = {"momentum": 0.9, "nesterov": True} if kind is SGD else {}
+        optimizer = kind([parameter], lr=0.1, fused=how, **settings)
+        keep_fused(optimizer)
+        return parameter, optimizer
+
+    def step(parameter: nn.Parameter, optimizer: AdamW | SGD) -> None:
+        parameter.grad = parameter.detach().sin()
+        optimizer.step()
+
+    parameter, optimizer = make(before)
+    step(parameter, optimizer)
+    other, resumed = make(None if before else True)
+    own = resumed.param_groups[0]["fused"]
+    other.data.copy_(parameter.detach())
+    saved = optimizer.state_dict()
+    resumed.load_state_dict(copy.deepcopy(saved))
+    assert resumed.param_groups[0]["fused"] is own
+    assert saved["param_groups"][0]["fused"] is not own, "the saved state is as it was"
+    for _ in range(3):
+        step(parameter, optimizer)
+        step(other, resumed)
+    torch.testing.assert_close(other, parameter, rtol=1e-6, atol=1e-6)

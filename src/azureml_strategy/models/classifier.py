@@ -17,7 +17,9 @@ from azureml_strategy.interfaces import IGNORED_LABEL, ChainLayer
 from azureml_strategy.models import optimizer as recipe
 from azureml_strategy.models.evaluation import at_least_float32, evaluation_means, evaluation_sums, mean_cross_entropy
 from azureml_strategy.models.label_means import MeanOverLabels
+from azureml_strategy.models.linear_loss import computing_type
 from azureml_strategy.models.optimizer import scaled_learning_rate
+from azureml_strategy.models.resnet import ResNet50
 
 # Means and standard deviations of ImageNet's training set, RGB, 0 to 1, as in torchvision's references.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -37,15 +39,27 @@ class Chained(Protocol):
 class Normalisation(nn.Module):
     """Brings images into a memory format, and pixels from 0 to 255 to mean 0 and standard deviation 1.
 
-    Mean and standard deviation of each channel are given for pixels from 0 to 1.
+    Args:
+        mean: of each channel, for pixels from 0 to 1.
+        std: standard deviation of each channel, likewise.
+        memory_format: of the images that it returns.
+        for_convolution: only a convolution reads what it returns. Under autocast it returns the 16 bits to which that
+            would cast it.
     """
 
     scale: Tensor
     shift: Tensor
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float], memory_format: torch.memory_format) -> None:
+    def __init__(
+        self,
+        mean: Sequence[float],
+        std: Sequence[float],
+        memory_format: torch.memory_format,
+        for_convolution: bool = False,
+    ) -> None:
         super().__init__()
         self.memory_format = memory_format
+        self.for_convolution = for_convolution
         # (pixel / 255 - mean) / std as one multiplication and one addition. The constants are computed in float32,
         # whatever type a precision plugin makes torch's default: in 16 bits each step would round again.
         spread = 255.0 * torch.tensor(std, dtype=torch.float32).view(-1, 1, 1)
@@ -60,7 +74,12 @@ class Normalisation(nn.Module):
         if images.dtype != torch.uint8:
             return images
         # The buffers have the dtype of the parameters, even if a precision plugin has converted the module.
-        return images.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
+        scaled = images * self.scale
+        dtype = computing_type(scaled) if self.for_convolution else scaled.dtype
+        if dtype is scaled.dtype:
+            return scaled.add_(self.shift)
+        # The sum is computed as above, and rounded as it is written, which saves writing and reading it in float32.
+        return torch.add(scaled, self.shift, out=torch.empty_like(scaled, dtype=dtype))
 
 
 class ImageClassifier(MeanOverLabels):
@@ -87,6 +106,7 @@ class ImageClassifier(MeanOverLabels):
         std: standard deviation of each channel, for pixels from 0 to 1.
         channels_last: keep images and convolutions in NHWC, in which tensor cores compute.
         compile: `torch.compile` the network in place, so names in checkpoints stay as they are.
+        fused: SGD takes a step in one kernel; None on GPUs where it can, see `models.optimizer.fused`.
 
     Raises:
         ValueError: `compile` with a network of one of torch's own classes, such as `nn.Sequential`.
@@ -105,11 +125,12 @@ class ImageClassifier(MeanOverLabels):
         std: Sequence[float] = IMAGENET_STD,
         channels_last: bool = False,
         compile: bool = False,  # noqa: A002 - Lightning's and torch's word for it
+        fused: bool | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters(ignore=["network"], logger=False)
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        self.normalise = Normalisation(mean, std, memory_format)
+        self.normalise = Normalisation(mean, std, memory_format, type(network) is ResNet50)
         # torch annotates this overload of Module.to for tensors of four dimensions only.
         self.network: nn.Module = network.to(memory_format=memory_format)  # type: ignore[call-overload]
         if compile:
@@ -205,12 +226,15 @@ class ImageClassifier(MeanOverLabels):
         # Trainer.estimated_stepping_batches does it too, but not if only max_steps is given.
         trainer.fit_loop.setup_data()
         self._warn_of_other_parameters()
+        groups = recipe.decay_groups(self.network, self.hparams["weight_decay"])
         sgd = SGD(
-            recipe.decay_groups(self.network, self.hparams["weight_decay"]),
+            groups,
             lr=scaled_learning_rate(self.hparams["learning_rate"], recipe.global_batch(trainer)),
             momentum=self.hparams["momentum"],
             nesterov=self.hparams["nesterov"],
+            fused=recipe.fused(groups, self.hparams["fused"], trainer.precision),
         )
+        recipe.keep_fused(sgd)
         warmup = recipe.warmup_steps(trainer, self.hparams["warmup_epochs"])
         return {
             "optimizer": sgd,

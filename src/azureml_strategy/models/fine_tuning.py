@@ -59,6 +59,7 @@ class FineTuner(NextTokenModule):
         beta2: decay of AdamW's mean of squared gradients.
         weight_decay: of matrices and embeddings; normalisations and biases do not decay.
         warmup_steps: optimizer steps of the linear warm-up; after it the rate falls along a cosine.
+        fused: AdamW takes a step in one kernel; None on GPUs where it can, see `models.optimizer.fused`.
 
     Raises:
         PretrainedModelError: in `configure_model`, the model cannot be found or read, no layer has the name
@@ -80,6 +81,7 @@ class FineTuner(NextTokenModule):
         beta2: float = 0.95,
         weight_decay: float = 0.0,
         warmup_steps: int = 10,
+        fused: bool | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters(logger=False)

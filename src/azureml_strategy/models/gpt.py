@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -14,13 +15,22 @@ from typing_extensions import override
 
 from azureml_strategy.interfaces import ChainLayer
 from azureml_strategy.models.chain import seeded
-from azureml_strategy.models.evaluation import at_least_float32
+from azureml_strategy.models.evaluation import at_least_float32, mean_cross_entropy
 from azureml_strategy.models.gpt_config import GPTConfig
+from azureml_strategy.models.linear_loss import (
+    autocasts,
+    computing_type,
+    linear_cross_entropy,
+    takes_chunks,
+    whole_tiles,
+)
 from azureml_strategy.sequence_parallel import SequenceGroup
 
 # Standard deviation of GPT-2's initial matrices and embeddings (Radford et al. 2019, `initializer_range` of
 # https://huggingface.co/openai-community/gpt2/blob/main/config.json).
 INITIAL_STD = 0.02
+# Where the hooks of strategies are defined.
+_STRATEGIES = ("azureml_strategy.", "deepspeed.", "lightning.", "torch.distributed.")
 
 
 def rotate(states: Tensor, base: float) -> Tensor:
@@ -34,22 +44,28 @@ def rotate(states: Tensor, base: float) -> Tensor:
         base: longest wavelength over 2 pi, in tokens.
     """
     precise = at_least_float32(states)
-    cosine, sine = _table(states.shape[-2], states.shape[-1], base, states.device, precise.dtype)
+    # A compiler would not see the cache; it computes the table in the kernel that uses it.
+    table = _angles if torch.compiler.is_compiling() else _table
+    cosine, sine = table(states.shape[-2], states.shape[-1], base, states.device, precise.dtype)
     first, second = precise.chunk(2, dim=-1)
     turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
     return turned.type_as(states)
 
 
+def _angles(length: int, width: int, base: float, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of the angles, `(length, width / 2)` each."""
+    exponents = torch.arange(0, width, 2, dtype=dtype, device=device) / width
+    places = torch.arange(length, dtype=dtype, device=device)
+    angles = torch.outer(places, base**-exponents)
+    return angles.cos(), angles.sin()
+
+
 # Not a buffer: a precision plugin would convert it, and each block of a pipeline needs it.
 @functools.lru_cache(maxsize=8)
 def _table(length: int, width: int, base: float, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the angles, `(length, width / 2)` each."""
     # The first use may be a validation under inference_mode. A later backward pass cannot use tensors made there.
     with torch.inference_mode(False):
-        exponents = torch.arange(0, width, 2, dtype=dtype, device=device) / width
-        places = torch.arange(length, dtype=dtype, device=device)
-        angles = torch.outer(places, base**-exponents)
-        return angles.cos(), angles.sin()
+        return _angles(length, width, base, device, dtype)
 
 
 def residual_std(config: GPTConfig) -> float:
@@ -65,7 +81,7 @@ class CausalSelfAttention(nn.Module):
     """Lets every token attend to itself and the tokens before it, by torch's `scaled_dot_product_attention`.
 
     Queries, keys and values have separate matrices, so that tensor parallelism can give each rank some of the heads.
-    The number of heads is read from the states.
+    The number of heads is read from the states. One product computes all three where that takes no more memory.
     """
 
     sequence: SequenceGroup | None = None  # ranks that have a part of each sequence; None if this one has all of it
@@ -84,7 +100,10 @@ class CausalSelfAttention(nn.Module):
     @override
     def forward(self, hidden: Tensor) -> Tensor:
         """Map `(N, T, width)` to `(N, T, width)`."""
-        query, key, value = (self._heads(matrix(hidden)) for matrix in (self.query, self.key, self.value))
+        matrices = (self.query, self.key, self.value)
+        together = autocasts(hidden) and all(map(called_plainly, matrices))
+        states = joined(hidden, matrices) if together else [matrix(hidden) for matrix in matrices]
+        query, key, value = map(self._heads, states)
         if self.sequence is not None:  # all tokens, so that `rotate` counts from the first
             query, key, value = (self.sequence.heads(states) for states in (query, key, value))
         if self.rotary_base is not None:
@@ -134,6 +153,72 @@ class NormalLinear(nn.Linear):
         nn.init.normal_(self.weight, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+
+def joined(hidden: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    """Return what each layer returns for the same input, by one product with their matrices below one another.
+
+    They are copied for it. Autocast copies matrices anyway, to cast them. Otherwise the copy would be kept for the
+    backward pass, beside shards of FSDP2, which gives a block's whole matrices back after its forward pass.
+    """
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    states = functional.linear(hidden, torch.cat(weights), torch.cat(biases) if biases else None)
+    return torch.split(states, [layer.out_features for layer in layers], dim=-1)
+
+
+def called_plainly(layer: nn.Linear) -> bool:
+    """Whether a layer's call is the product with its own matrix: nobody has replaced it, wrapped it or watches it.
+
+    Hooks gather the matrix (ZeRO-3) or share the product (tensor parallelism), adapters and parametrizations replace
+    the class, and users watch activations.
+    """
+    everywhere = nn.modules.module
+    hooks = (
+        *(layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks),
+        *(everywhere._global_forward_pre_hooks, everywhere._global_forward_hooks),
+        *(everywhere._global_backward_pre_hooks, everywhere._global_backward_hooks),
+    )
+    replaced = "forward" in vars(layer) or layer._compiled_call_impl is not None
+    return type(layer) is NormalLinear and type(layer.weight) is nn.Parameter and not replaced and not any(hooks)
+
+
+def users_hooks(module: nn.Module) -> bool:
+    """Whether a module's forward pass has hooks that are not of strategies, which gather parameters."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return not all(str(getattr(hook, "__module__", None)).startswith(_STRATEGIES) for hook in hooks)
+
+
+class OutputLayer(NormalLinear):
+    """The output matrix: maps hidden states to logits, or to their mean cross-entropy with targets.
+
+    The loss is computed inside of this layer, as strategies that shard parameters gather its matrix for its forward
+    pass. On a GPU the matrix is multiplied with rows of zeros below it, up to a multiple of 64, as tensor cores take
+    whole tiles. Their columns are cut off, so that nobody sees them.
+    """
+
+    @override
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Map `(N, T, width)` to logits `(N, T, classes)`, or with int64 targets `(N, T)` to a number.
+
+        The number is what `mean_cross_entropy` gives for the logits. Many logits are computed in chunks, see
+        `takes_chunks`.
+        """
+        if targets is not None and takes_chunks(self.weight, targets):
+            return linear_cross_entropy(hidden, self.weight, targets)
+        if type(self.weight) is nn.Parameter:
+            matrix = whole_tiles(self.weight, computing_type(self.weight))
+            logits = functional.linear(hidden, matrix)[..., : self.out_features]
+        else:  # cut over ranks, quantized, or computed of other parameters
+            logits = super().forward(hidden)
+        return logits if targets is None else mean_cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def may_give_loss(self) -> bool:
+        """Whether whoever hooks this layer takes a loss as well as logits: strategies do, users' hooks may not.
+
+        A matrix cut over ranks has logits only.
+        """
+        return type(self.weight) is nn.Parameter and not users_hooks(self)
 
 
 class NormalEmbedding(nn.Embedding):
@@ -207,7 +292,7 @@ def gpt_layers(config: GPTConfig, seed: int) -> list[ChainLayer]:
     """
     last = config.layers + 1
     tie = "embedding" if config.tied else None
-    output = functools.partial(NormalLinear, config.width, config.vocab_size, bias=False)
+    output = functools.partial(OutputLayer, config.width, config.vocab_size, bias=False)
     blocks = [
         ChainLayer(seeded(functools.partial(Block, config), seed, index), f"block_{index}", "block")
         for index in range(1, last)

@@ -14,7 +14,14 @@ from azureml_strategy.interfaces import IGNORED_LABEL, ChainLayer
 from azureml_strategy.models import optimizer as recipe
 from azureml_strategy.models.chain import build_chain
 from azureml_strategy.models.evaluation import mean_cross_entropy
-from azureml_strategy.models.gpt import Block, CausalSelfAttention, Embedding, gpt_layers
+from azureml_strategy.models.gpt import (
+    Block,
+    CausalSelfAttention,
+    Embedding,
+    OutputLayer,
+    gpt_layers,
+    users_hooks,
+)
 from azureml_strategy.models.gpt_config import GPTConfig
 from azureml_strategy.models.label_means import MeanOverLabels
 from azureml_strategy.sequence_parallel import SequenceGroup
@@ -54,7 +61,9 @@ class NextTokenModule(MeanOverLabels):
         """Return AdamW, with a learning rate that changes at every step."""
         settings = self.hparams
         groups = recipe.decay_groups(self, settings["weight_decay"])
-        adamw = AdamW(groups, lr=learning_rate, betas=(settings["beta1"], settings["beta2"]), eps=eps)
+        fused = recipe.fused(groups, settings.get("fused"), self.trainer.precision)
+        adamw = AdamW(groups, lr=learning_rate, betas=(settings["beta1"], settings["beta2"]), eps=eps, fused=fused)
+        recipe.keep_fused(adamw)
         total = recipe.total_steps(self.trainer)
         return {
             "optimizer": adamw,
@@ -83,6 +92,7 @@ class LanguageModel(NextTokenModule):
         weight_decay: of matrices and embeddings; normalisations and biases do not decay.
         warmup_steps: optimizer steps of the linear warm-up; after it the rate falls along a cosine.
         seed: of the initial parameters.
+        fused: AdamW takes a step in one kernel; None on GPUs where it can, see `models.optimizer.fused`.
     """
 
     def __init__(
@@ -95,6 +105,7 @@ class LanguageModel(NextTokenModule):
         weight_decay: float = 0.1,
         warmup_steps: int = 100,
         seed: int = 0,
+        fused: bool | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters(ignore=["network"], logger=False)
@@ -168,8 +179,13 @@ class LanguageModel(NextTokenModule):
         self._check_length(getattr(data, "sequence_length", None))
 
     @override
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map int64 `(N, T)` to logits `(N, T, vocab_size)`."""
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Map int64 `(N, T)` to logits `(N, T, vocab_size)`, or with targets `(N, T)` to their mean cross-entropy.
+
+        The loss takes less memory than the logits would, see `OutputLayer`.
+        """
+        if targets is not None:
+            return self._loss_in_layers(tokens, targets)
         part = self._logits(tokens)
         return part if self.sequence is None else self.sequence.whole(part, tokens.shape[1])
 
@@ -197,22 +213,47 @@ class LanguageModel(NextTokenModule):
 
     def _loss(self, batch: Batch) -> Tensor:
         inputs, targets = self.pipeline_batch(batch)
+        if self._output_gives_loss():
+            return cast(Tensor, self(inputs, targets))
         # A subclass's loss of all tokens need not be the mean of those of the parts.
         if self.sequence is None or type(self).pipeline_loss is not LanguageModel.pipeline_loss:
             return self.pipeline_loss(self(inputs), targets)
-        logits, part = self._logits(inputs), self.sequence.part(targets, IGNORED_LABEL)
+        part, share = self._part_of(targets, self.sequence)
+        return self.sequence.mean(self.pipeline_loss(self._logits(inputs), part) * share)
+
+    def _output_gives_loss(self) -> bool:
+        """Whether nobody else needs the logits: a subclass's loss or forward, a pipeline, or a user's hooks."""
+        kind, forward = type(self), getattr(self.forward, "__func__", None)
+        own = kind.pipeline_loss is LanguageModel.pipeline_loss and forward is LanguageModel.forward
+        output = self.layers[-1] if own and self.layers else None
+        return isinstance(output, OutputLayer) and output.may_give_loss() and not users_hooks(self)
+
+    def _loss_in_layers(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self.sequence is None:
+            return cast(Tensor, self.layers[-1](self._states(tokens), targets))
+        part, share = self._part_of(targets, self.sequence)
+        return self.sequence.mean(self.layers[-1](self._states(tokens), part) * share)
+
+    @staticmethod
+    def _part_of(targets: Tensor, sequence: SequenceGroup) -> tuple[Tensor, Tensor]:
+        """Return this rank's part of the targets, and the weight of its mean in that of the whole batch."""
+        part = sequence.part(targets, IGNORED_LABEL)
         # The parts have unequal numbers of targets. Their mean is to be that of the whole batch.
-        share = (part != IGNORED_LABEL).sum() * self.sequence.size / (targets != IGNORED_LABEL).sum().clamp(min=1)
-        return self.sequence.mean(self.pipeline_loss(logits, part) * share)
+        share = (part != IGNORED_LABEL).sum() * sequence.size / (targets != IGNORED_LABEL).sum().clamp(min=1)
+        return part, share
 
     def _logits(self, tokens: Tensor) -> Tensor:
         """Return the logits of this rank's part of the tokens."""
+        return cast(Tensor, self.layers[-1](self._states(tokens)))
+
+    def _states(self, tokens: Tensor) -> Tensor:
+        """Return what the last layer gets of this rank's part of the tokens."""
         states = tokens
         if self.sequence is not None:
             if self.network.positions == "learned":
                 self._check_length(tokens.shape[1])
             states = self.sequence.part(tokens)
-        for layer in self.layers:
+        for layer in list(self.layers)[:-1]:
             states = layer(states)
         return states
 

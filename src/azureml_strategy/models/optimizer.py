@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -68,6 +69,36 @@ def decay_groups(network: nn.Module, weight_decay: float) -> list[dict[str, Any]
     others = [parameter for parameter in parameters if _dimensions(parameter) <= 1]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def fused(groups: Sequence[Mapping[str, Any]], chosen: bool | None, precision: object) -> bool | None:
+    """Return what an optimizer of torch is to be given as `fused`: one kernel for a step, or None for torch's default.
+
+    Without a choice it is True where all parameters are on GPUs. DTensors of two meshes, as tensor parallelism leaves
+    them, cannot be in one kernel. Under `16-mixed` a fused optimizer would divide the gradients by GradScaler's factor
+    itself, after they are clipped, so Lightning refuses to clip them.
+
+    Args:
+        groups: of parameters.
+        chosen: True or False if a user has decided, None if not.
+        precision: the Trainer's.
+    """
+    if chosen is not None:
+        return chosen
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    on_gpus = all(parameter.device.type == "cuda" for parameter in parameters)
+    meshes = {getattr(parameter, "device_mesh", None) for parameter in parameters}
+    return True if on_gpus and len(meshes) == 1 and precision != "16-mixed" else None
+
+
+def keep_fused(optimizer: Optimizer) -> None:
+    """Keep an optimizer's `fused` when a state is loaded, which has that of the device on which it was saved."""
+    optimizer.register_load_state_dict_pre_hook(_with_own_fused)
+
+
+def _with_own_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    own = optimizer.param_groups[0]["fused"]
+    return {**state, "param_groups": [{**group, "fused": own} for group in state["param_groups"]]}
 
 
 def warmup_cosine_schedule(optimizer: Optimizer, warmup_steps: int, total_steps: int) -> LRSchedulerConfigType:
