@@ -54,8 +54,10 @@ CASES: dict[str, list[str]] = {
         *("trainer.limit_train_batches=12", "trainer.limit_val_batches=3", "model.lora_rank=4"),
     ],
 }
-# DeepSpeed's optimizer asks on the host whether a norm is finite, and skips the step if not: docs/upstream.md.
+# DeepSpeed's optimizer asks on the host whether a norm is finite, and skips the step if not; stages but the last copy
+# zeros for the loss that they receive: docs/upstream.md.
 OF_DEEPSPEED = {
+    "_aggregate_total_loss",
     *("has_overflow", "is_invalid_grad_norm", "mask_nan_or_inf_with_val_inplace", "get_grad_norm_direct"),
     *("clip_tensors_by_global_norm", "complete_grad_norm_calculation_for_cpu_offload"),
 }
