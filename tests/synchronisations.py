@@ -16,7 +16,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -28,7 +30,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import clip_grad
@@ -105,7 +107,8 @@ class _Operations(TorchDispatchMode):
 
     def _waits(self, name: str, args: Any, kwargs: Any) -> bool:
         if name == "aten::copy_":
-            if sys._getframe(2).f_code.co_filename == distributed_c10d.__file__:
+            frames = islice(walk_stack(sys._getframe(1)), 8)
+            if any(each.f_code.co_filename == distributed_c10d.__file__ for each, _ in frames):
                 return False  # gloo's collectives have memory of their own
             non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
             return not non_blocking and self._tensors.has(args[0]) != self._tensors.has(args[1])
@@ -203,6 +206,7 @@ class Watch(Callback):
         self._stack = ExitStack()
         CPUAccelerator.get_parallel_devices = staticmethod(lambda devices: [DEVICE] * devices)  # type: ignore[method-assign]
         _fully_shard._get_device_from_mesh = lambda mesh: DEVICE
+        _fsdp_init._move_states_to_device = lambda *_: None  # all are there
         apply_func._BLOCKING_DEVICE_TYPES = ()  # as for a GPU, to which Lightning copies batches without waiting
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
