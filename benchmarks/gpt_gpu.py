@@ -48,6 +48,7 @@ from azureml_strategy.strategies import AzureMLDDPStrategy
 from azureml_strategy.tracking.timing.goodput import process_age_s
 
 NAME = "gpt_gpu"
+ENVIRONMENT = dict(os.environ)  # before a Trainer of this process writes into it where its ranks meet
 BUDGET_S = 235.0  # `resnet50_gpu.py` has the rest of eight minutes
 COMPILE_S = 25.0  # what compiling a model may take; with less left no further fit is begun
 # Of the budget, when each part must have ended.
@@ -203,7 +204,7 @@ def after_preemption(session: Session) -> None:
                 break
             node = Path(temporary, attempt)
             node.mkdir()
-            environ = {**os.environ, "TMPDIR": str(node)}  # torch and Triton keep compiled code there
+            environ = {**ENVIRONMENT, "TMPDIR": str(node)}  # torch and Triton keep compiled code there
             for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
                 environ.pop(name, None)
             command = [sys.executable, __file__, "--first-step", f"{temporary}/output", "--results", temporary]

@@ -154,6 +154,24 @@ def _compiled(machine: Machine, layout: str) -> list[Row]:
     return [Row(part, case, "ok" if each["right"] else "WRONG", each["words"]) for case, each in judged.items()]
 
 
+def restarting_part(machine: Machine) -> list[Row]:
+    """A compiled training that was killed: its next attempt, on a disk without compiled code, compiles nothing."""
+    part, case = "compiled code after kill -9", "gpt"
+    output = machine.folder / "restarting" / "output"
+    for attempt, code in enumerate((-9, 0)):
+        disk = machine.folder / f"restarting-disk{attempt}"
+        disk.mkdir()
+        command = [sys.executable, str(HERE / "restarting.py"), str(output), str(attempt)]
+        command += ["--accelerator", machine.accelerator]
+        ended = machine.run("restarting", command, extra={"TMPDIR": str(disk)})
+        if ended.late or ended.codes != (code,):
+            return [Row(part, case, "WRONG", f"attempt {attempt}: {ended.failure or 'it was not killed'}")]
+    first, second = (json.loads((output / f"{attempt}.json").read_text()) for attempt in range(2))
+    words = f"{first['compiled']} graphs compiled, then {second['compiled']}, and {second['found']} found"
+    right = first["compiled"] > 0 == second["compiled"] and second["losses"] == first["losses"]
+    return [Row(part, case, "ok" if right else "WRONG", words)]
+
+
 def train(machine: Machine, name: str, recipe: str, *overrides: str, limit_s: float = 120, **extra: str) -> Ended:
     """Train a recipe without MLflow, with further callbacks from `tests.gpu.watching`."""
     trainer = ("trainer=cpu", "trainer.devices=1") if machine.accelerator == "cpu" else ()
@@ -312,7 +330,7 @@ def parts() -> tuple[list[Part], list[Part]]:
     """What runs at once, the longest first; and what needs the GPU for itself after it."""
     layouts = [layout for layout in matrix.LAYOUTS if layout != matrix.ORACLE]
     at_once: list[Part] = [
-        *(demo_part, partial(matrix_part, world=1, layouts=layouts), families_part, compiling_part),
+        *(demo_part, partial(matrix_part, world=1, layouts=layouts), families_part, compiling_part, restarting_part),
         partial(situations_part, world=1, layouts=list(situations.LAYOUTS)),
         *(partial(matrix_part, world=2, layouts=layouts), partial(loops_part, layouts=OF_FABRIC)),
         partial(situations_part, world=2, layouts=("ddp", "local_sgd")),
