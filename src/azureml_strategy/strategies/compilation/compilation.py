@@ -206,7 +206,8 @@ class Compilation:
 
     def _say_breaks(self, events: list[dynamo.Event], reasons: list[str]) -> None:
         places = list(dict.fromkeys(event.place for event in events if not event.place.startswith(_TORCH)))
-        if places:
+        reasons = list(itertools.filterfalse(dynamo.is_meant, reasons))
+        if places and reasons:
             why = "; ".join(reason.partition("\n")[0] for reason in reasons[:_SHOWN])
             self._warn(
                 f"A compiled part is cut at {', '.join(places[:_SHOWN])} ({why}). What comes before and after is "

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 _GRAPHS_OF_A_KIND = 64
 # The rest of a function after a graph break is compiled under this name, followed by the function's and the line.
 _REST = "torch_dynamo_resume_in_"
+# How torch describes the call of a function of `torch.compiler.disable`.
+_DISABLED = "Skip calling `torch.compiler.disable()`d function"
 
 
 class Event(NamedTuple):
@@ -45,7 +47,7 @@ class Record:
     def __init__(self) -> None:
         self._last: Any = None
         self._attempts = -1
-        self._breaks: set[str] = set()
+        self._breaks: dict[str, int] = {}
         self.news()
 
     def news(self) -> tuple[list[Event], list[str]]:
@@ -61,8 +63,9 @@ class Record:
         kept = utils.get_compilation_metrics()
         new = kept[next((at + 1 for at, each in enumerate(kept) if each is self._last), 0) :]
         self._last = kept[-1] if kept else None
-        reasons = [each for each in utils.counters["graph_break"] if each not in self._breaks]
-        self._breaks.update(reasons)
+        breaks = dict(utils.counters["graph_break"])
+        reasons = [each for each, times in breaks.items() if times > self._breaks.get(each, 0)]
+        self._breaks = breaks
         return [_event(each) for each in new if each.co_name is not None], reasons
 
 
@@ -112,6 +115,11 @@ def call_with(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwar
             del attributes["forward"]
         else:
             attributes["forward"] = replaced
+
+
+def is_meant(reason: str) -> bool:
+    """Whether a graph broke at a function that its author keeps out of graphs, as those that communicate."""
+    return reason.startswith(_DISABLED)
 
 
 def mark_varying(tensor: Tensor, dimension: int) -> None:
