@@ -23,6 +23,8 @@ _GRAPHS_OF_A_KIND = 64
 # Characters of a reason that is shown.
 _LONGEST = 200
 _TORCH = str(Path(torch.__file__).parent)
+# How torch describes the call of a function of `torch.compiler.disable`.
+_DISABLED = "Skip calling `torch.compiler.disable()`d function"
 
 
 class Event(NamedTuple):
@@ -54,7 +56,7 @@ class Record:
     def __init__(self) -> None:
         self._last: Any = None
         self._attempts = -1
-        self._breaks: set[str] = set()
+        self._breaks: dict[str, Break] = {}
         self.news()
 
     def news(self) -> tuple[list[Event], list[Break]]:
@@ -192,6 +194,11 @@ def _first_words(reason: str) -> str:
 
 
 def _break(cut: Any) -> Break | None:
-    """Return a cut with the user's innermost line; None without one."""
+    """Return a cut with the user's innermost line; None without one, or if a function is kept out of graphs on purpose.
+
+    Functions that communicate are.
+    """
+    if cut.reason.startswith(_DISABLED):
+        return None
     lines = [each for each in cut.user_stack if not each.filename.startswith(_TORCH)]
     return Break(f"{lines[-1].filename}:{lines[-1].lineno}", _first_words(cut.reason)) if lines else None
