@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import os
 import resource
 import subprocess
@@ -23,81 +22,33 @@ import sys
 import tempfile
 import time
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from ddp_step import without_our_callbacks
+from gpt_cases import by_hand, make_batches, make_module
 from harness import RESULTS, ratios, save, show, spread
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 from turns import Plan, Turns
 
-from azureml_strategy.models import GPTConfig, LanguageModel, warmup_cosine
-from azureml_strategy.models.evaluation import mean_cross_entropy
-from azureml_strategy.models.optimizer import decay_groups
+from azureml_strategy.models import GPTConfig, LanguageModel
 from azureml_strategy.strategies import AzureMLDDPStrategy
 
 NAME = "compiled_gpt"
 TARGET = 1.03  # CPU seconds of ours after the warm-up, to the loop's
 CASES = ("blocks", "whole", "lightning")
 WARMUP_STEPS = 6  # compiling, and DDP's new buckets after the first
-TINY = {"vocab_size": 256, "context": 128, "layers": 4, "width": 128, "heads": 4, "mlp_width": 344}  # conf/model
-SMOKE = {"vocab_size": 16, "context": 8, "layers": 2, "width": 8, "heads": 2, "mlp_width": 16}
+TINY = GPTConfig(vocab_size=256, context=128, layers=4, width=128, heads=4, mlp_width=344)  # conf/model/gpt_tiny.yaml
+SMOKE = GPTConfig(vocab_size=16, context=8, layers=2, width=8, heads=2, mlp_width=16)
+MODEL = {"learning_rate": 2e-3, "fused": True}  # by default AdamW is fused on GPUs alone; the loop's is here, too
 BATCHES = 8  # different ones
-
-Batch = tuple[Tensor, Tensor]
 
 
 def cpu_s() -> float:
     """CPU seconds of this thread, and of the processes that this one has waited for, as compilers."""
     return time.thread_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
-
-
-def make_module(shape: dict[str, int]) -> LanguageModel:
-    """The model; its weights are the same each time."""
-    module = LanguageModel(GPTConfig(**shape), learning_rate=2e-3, warmup_steps=40)
-    module.configure_model()
-    return module
-
-
-def make_batches(shape: dict[str, int], size: int) -> list[Batch]:
-    random = torch.Generator().manual_seed(0)
-    rows = torch.randint(shape["vocab_size"], (BATCHES, size, shape["context"] + 1), generator=random)
-    return [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in rows]
-
-
-class HandWritten:
-    """The loop by hand: what a step of ours does, and nothing else.
-
-    Args:
-        module: only its layers and settings are used.
-        total: steps of the whole training.
-    """
-
-    def __init__(self, module: LanguageModel, total: int) -> None:
-        settings, network = module.hparams, nn.Sequential(*module.layers)
-
-        def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
-            return mean_cross_entropy(network(tokens).flatten(0, 1), targets.flatten())
-
-        self.loss_of, self.network = torch.compile(loss_of), network
-        groups = decay_groups(network, settings["weight_decay"])
-        betas = settings["beta1"], settings["beta2"]
-        self.adamw = torch.optim.AdamW(groups, settings["learning_rate"], betas, settings["eps"], fused=True)
-        schedule = partial(warmup_cosine, warmup_steps=settings["warmup_steps"], total_steps=total)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.adamw, schedule)
-        self.loss = torch.tensor(math.nan)
-
-    def step(self, batch: Batch) -> None:
-        loss = self.loss_of(*batch)
-        self.adamw.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
-        self.adamw.step()
-        self.scheduler.step()
-        self.loss = loss.detach()
 
 
 class OtherThreads(Callback):
@@ -140,16 +91,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     torch.compile(torch.sin)(torch.ones(8))  # what a compiler asks of the machine once
     shape = SMOKE if options.smoke else TINY
     plan = Plan(WARMUP_STEPS, options.steps, options.rounds)
-    loop = HandWritten(make_module(shape), len(plan) + 1)
-    batches, others = make_batches(shape, options.batch_size), OtherThreads()
-    turns = Turns("fit", batches, {"loop": loop.step}, plan, clock=cpu_s)
-    trainer = fit(options.case, make_module(shape), turns, others)
+    loop = by_hand(make_module(shape, **MODEL), len(plan) + 1, compiled=True)
+    batches, others = make_batches(shape.vocab_size, options.batch_size, shape.context, BATCHES), OtherThreads()
+    losses: list[Tensor] = []
+    turns = Turns("fit", batches, {"loop": lambda batch: losses.append(loop.step(batch))}, plan, clock=cpu_s)
+    trainer = fit(options.case, make_module(shape, **MODEL), turns, others)
     return {
         "fit_s": [each + others.step_s for each in turns.found.step_s["fit"]],
         "loop_s": turns.found.step_s["loop"],
         "other_threads_s": others.step_s,
         "first_step_s": turns.found.first_s,
-        "last_loss": {"fit": float(trainer.callback_metrics["train/loss"]), "loop": float(loop.loss)},
+        "last_loss": {"fit": float(trainer.callback_metrics["train/loss"]), "loop": float(losses[-1])},
     }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from ddp_step import without_our_callbacks
 from harness import Spread, spread
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from turns import DEVICE, Found, Plan, Step, Turns
 
@@ -34,7 +34,6 @@ class Case:
         is_ours: whether it is the recipe, with our callbacks; stock Lightning otherwise.
         compiled: whether stock Lightning's network is compiled in place.
         model: further arguments of the model.
-        callbacks: beside the recipe's.
         within: what holds while it runs.
     """
 
@@ -42,7 +41,6 @@ class Case:
     is_ours: bool = True
     compiled: bool = False
     model: Mapping[str, Any] = field(default_factory=dict)
-    callbacks: tuple[Callback, ...] = ()
     within: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
@@ -61,18 +59,8 @@ def graphs_uncut() -> AbstractContextManager[object]:
     return torch._dynamo.config.patch(optimize_ddp=False)
 
 
-class Unfused(Callback):
-    """The optimizer without its fused kernel, in groups of tensors as torch does it by default."""
-
-    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        for group in trainer.optimizers[0].param_groups:
-            group.update(fused=False, foreach=DEVICE.type == "cuda")
-
-
 def fit(case: Case, module: LightningModule, turns: Turns, **arguments: Any) -> None:
     """Train a module in bf16, without what is not of the training itself."""
-    settings: dict[str, Any] = {"logger": False, **arguments}
-    settings["callbacks"] = [*arguments.get("callbacks", ()), *case.callbacks]
     with case.within(), nullcontext() if case.is_ours else without_our_callbacks():
         trainer = Trainer(
             strategy=case.strategy(),
@@ -84,7 +72,7 @@ def fit(case: Case, module: LightningModule, turns: Turns, **arguments: Any) -> 
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **settings,
+            **{"logger": False, **arguments},
         )
         trainer.fit(module, turns)
 

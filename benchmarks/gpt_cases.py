@@ -10,8 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from fits import Case, Unfused, fit, recipe, stock
-from lightning.pytorch import LightningModule
+from fits import Case, fit, recipe, stock
 from torch import Tensor, nn
 from turns import DEVICE, Step, Turns
 
@@ -26,13 +25,14 @@ GPT_125M = GPTConfig(
 )
 SMALL = replace(GPT_125M, vocab_size=65, context=8, layers=2, width=8, heads=2, mlp_width=16)
 CLIP = 1.0  # of the recipe's gradients
+WARMUP_STEPS = 40  # of the learning rate
 
 Batch = tuple[Tensor, Tensor]
 
 
 def make_module(shape: GPTConfig, **settings: Any) -> LanguageModel:
     """The recipe's module; its weights are the same each time."""
-    module = LanguageModel(shape, **settings)
+    module = LanguageModel(shape, warmup_steps=WARMUP_STEPS, **settings)
     module.configure_model()
     return module
 
@@ -66,7 +66,7 @@ class HandWritten:
         self._loss_of, self._precision = loss_of, precision
         self._clipped = [parameter for group in parameters for parameter in group["params"]]
         self._adamw = torch.optim.AdamW(parameters, learning_rate, (0.9, 0.95), fused=True)
-        schedule = partial(warmup_cosine, warmup_steps=40, total_steps=total)
+        schedule = partial(warmup_cosine, warmup_steps=WARMUP_STEPS, total_steps=total)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._adamw, schedule)
 
     def step(self, batch: Batch) -> Tensor:
@@ -84,10 +84,9 @@ class HandWritten:
 def by_hand(module: LanguageModel, total: int, compiled: bool, precision: torch.dtype | None = None) -> HandWritten:
     """The loop of our model, with its own loss; compiled in one piece."""
     module.to(DEVICE)
-    settings = module.hparams
-    groups = decay_groups(module, settings["weight_decay"])
+    groups = decay_groups(module, module.hparams["weight_decay"])
     loss_of = compile_for_good(module.evaluation_loss) if compiled else module.evaluation_loss
-    return HandWritten(loss_of, groups, settings["learning_rate"], total, precision)
+    return HandWritten(loss_of, groups, module.hparams["learning_rate"], total, precision)
 
 
 def compile_for_good(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,13 +127,14 @@ CASES: dict[str, Case] = {
     "CUDA graphs": recipe(compile="blocks", compile_mode="reduce-overhead"),
     "vocabulary not padded": replace(_BLOCKS, within=without("linear_loss.TILE", 1)),
     "query, key and value apart": replace(_BLOCKS, within=without("gpt.called_plainly", lambda layer: False)),
-    "AdamW not fused": replace(_BLOCKS, callbacks=(Unfused(),)),
+    "AdamW not fused": replace(_BLOCKS, model={"fused": False}),
     "loss of all logits": replace(_BLOCKS, within=without("gpt.takes_chunks", lambda *_: False)),
 }
 
 
-def train(case: Case, module: LightningModule, turns: Turns) -> None:
+def train(case: Case, shape: GPTConfig, turns: Turns) -> None:
     """One fit of a case, clipped and with the callbacks of the recipe."""
+    module = make_module(shape, **case.model)
     throughput = ThroughputCallback(unit="tokens", batch_size=count_tokens)
     if case.compiled:
         for layer in module.layers:

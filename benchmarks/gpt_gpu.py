@@ -42,6 +42,7 @@ from fits import Measured, figures, has_failed, measure, targets
 from harness import RESULTS, save, show, spread
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader
 from turns import DEVICE, Plan, device_clock, turns_by_hand
 
 from azureml_strategy.strategies import AzureMLDDPStrategy
@@ -134,10 +135,7 @@ def by_recipe(session: Session) -> None:
     batches = gpt_cases.make_batches(shape.vocab_size, session.rows, shape.context)
     module = gpt_cases.make_module(shape)
     loop = gpt_cases.by_hand(module, len(cases) * len(plan), compiled=True, precision=torch.bfloat16)
-    fits = {
-        name: (lambda turns, case=case: gpt_cases.train(case, gpt_cases.make_module(shape), turns))
-        for name, case in cases.items()
-    }
+    fits = {name: partial(gpt_cases.train, case, shape) for name, case in cases.items()}
     measured = measure(fits, batches, loop.step, plan, session.deadline("recipe"), COMPILE_S)
     keep_fits(session, "recipe", measured, batches[0][0].numel(), module.training_flops(batches[0]))
 
@@ -177,7 +175,7 @@ def first_step(folder: Path, smoke: bool) -> dict[str, float]:
     callback = FirstStep()
     trainer = Trainer(
         strategy=AzureMLDDPStrategy(compile="blocks"),
-        max_steps=5,  # the cache looks for new code after the fourth
+        max_steps=5,  # the cache looks for new code after the first, the second and the fourth
         accelerator="gpu" if DEVICE.type == "cuda" else "cpu",
         devices=1,
         precision="bf16-mixed",
@@ -189,7 +187,7 @@ def first_step(folder: Path, smoke: bool) -> dict[str, float]:
         enable_model_summary=False,
     )
     batches = gpt_cases.make_batches(shape.vocab_size, rows, shape.context, count=5)
-    trainer.fit(gpt_cases.make_module(shape), batches)
+    trainer.fit(gpt_cases.make_module(shape), DataLoader(batches, batch_size=None))
     return {"step_s": callback.step_s, "from_start_s": callback.age_s}
 
 

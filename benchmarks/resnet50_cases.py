@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from fits import Case, Unfused, fit, graphs_uncut, recipe, stock
+from fits import Case, fit, graphs_uncut, recipe, stock
 from lightning.pytorch.callbacks import LearningRateMonitor
 from torch import Tensor, nn
 from torch.nn import functional
@@ -53,10 +53,10 @@ class SmallResNet(nn.Module):
 NETWORKS = {"resnet50": partial(ResNet50, CLASSES, zero_init_residual=True), "small": SmallResNet}
 
 
-def make_model(size: Size, channels_last: bool = True) -> ImageClassifier:
+def make_model(size: Size, channels_last: bool = True, **settings: Any) -> ImageClassifier:
     """The recipe's model; its weights are the same each time."""
     torch.manual_seed(0)
-    return ImageClassifier(NETWORKS[size.network](), warmup_epochs=0, channels_last=channels_last)
+    return ImageClassifier(NETWORKS[size.network](), warmup_epochs=0, channels_last=channels_last, **settings)
 
 
 def make_batch(size: Size) -> Batch:
@@ -105,7 +105,7 @@ COMPILED = {
     "lightning": stock(compiled=True),
     # Each of these is the recipe but for one thing; the last one is stock Lightning but for one.
     "compile=blocks": recipe(compile="blocks"),
-    "SGD not fused": replace(_WHOLE, callbacks=(Unfused(),)),
+    "SGD not fused": replace(_WHOLE, model={"fused": False}),
     "CUDA graphs": recipe(compile="whole", compile_mode="reduce-overhead"),
     "not channels_last": replace(_WHOLE, model={"channels_last": False}),
     "lightning, graphs not cut": stock(compiled=True, within=graphs_uncut),
