@@ -203,6 +203,19 @@ class AveragesGradients(Protocol):
 
 
 @runtime_checkable
+class Compiles(Protocol):
+    """A strategy that compiles the module while it is fitted, as ours do."""
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether it compiles anything."""
+
+    @property
+    def replays_graphs(self) -> bool:
+        """Whether what it compiles replays CUDA graphs."""
+
+
+@runtime_checkable
 class SharesCopies(Protocol):
     """A strategy that knows which ranks hold the same module."""
 

@@ -33,6 +33,8 @@ class SequenceGroup:
         self.group = group
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
+        # torch.compile would trace into the function and lose its gradient
+        self._exchange = cast(Any, torch.compiler).disable(_Exchange.apply)
 
     def part(self, tensor: Tensor, fill: float = 0) -> Tensor:
         """Return this rank's part of a tensor that has the whole sequence.
@@ -59,7 +61,7 @@ class SequenceGroup:
         Returns:
             `(N, length, ...)`, the same on each rank.
         """
-        parts = _exchanged(part.expand(self.size, *part.shape).contiguous(), self.group)
+        parts: Tensor = self._exchange(part.expand(self.size, *part.shape).contiguous(), self.group)
         return parts.transpose(0, 1).flatten(1, 2)[:, :length]
 
     def heads(self, states: Tensor) -> Tensor:
@@ -73,7 +75,8 @@ class SequenceGroup:
         """
         samples, heads, tokens, width = states.shape
         blocks = states.reshape(samples, self.size, heads // self.size, tokens, width).permute(1, 0, 2, 3, 4)
-        return _exchanged(blocks.contiguous(), self.group).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        received: Tensor = self._exchange(blocks.contiguous(), self.group)
+        return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def tokens(self, states: Tensor) -> Tensor:
         """Exchange this rank's heads of all tokens for all heads of this rank's tokens.
@@ -86,7 +89,8 @@ class SequenceGroup:
         """
         samples, heads, tokens, width = states.shape
         blocks = states.reshape(samples, heads, self.size, tokens // self.size, width).permute(2, 0, 1, 3, 4)
-        return _exchanged(blocks.contiguous(), self.group).permute(1, 0, 2, 3, 4).flatten(1, 2)
+        received: Tensor = self._exchange(blocks.contiguous(), self.group)
+        return received.permute(1, 0, 2, 3, 4).flatten(1, 2)
 
     def mean(self, loss: Tensor) -> Tensor:
         """Return the mean over the ranks. Its gradient is that of this rank's loss: the strategy averages gradients.
@@ -99,13 +103,9 @@ class SequenceGroup:
         return mean / self.size + (loss - loss.detach())  # equal on all ranks to the last bit: callbacks decide by it
 
 
-def _exchanged(blocks: Tensor, group: ProcessGroup) -> Tensor:
-    """Send block i to rank i. Block i of the result is rank i's."""
-    compiler: Any = torch.compiler  # it would trace into the function and lose its gradient
-    return cast(Tensor, compiler.disable(_Exchange.apply)(blocks, group))
-
-
 class _Exchange(Function):
+    """Sends block i to rank i. Block i of the result is rank i's."""
+
     @staticmethod
     @override
     def forward(ctx: Any, blocks: Tensor, group: ProcessGroup) -> Tensor:
@@ -118,4 +118,4 @@ class _Exchange(Function):
     @override
     def backward(ctx: FunctionCtx, *gradients: Any) -> Any:
         group = cast(Any, ctx).group
-        return _exchanged(gradients[0].contiguous(), group), None
+        return _Exchange.apply(gradients[0].contiguous(), group), None  # type: ignore[no-untyped-call]

@@ -7,8 +7,10 @@ import os
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from tests.gpu.matrix import left
 from tests.gpu.parts import NEEDS, matrix_part
 from tests.gpu.running import Ended, Machine, program
 from tests.gpu.started import ids_below, wait_for_end
+from tests.gpu.watching import NoSynchronisation
 
 GOOD: dict[str, Any] = {
     "losses": [1.4, 1.0, 0.7, 0.5],
@@ -228,6 +231,27 @@ def test_a_module_s_weights_are_drawn_on_the_cpu_whatever_holds_them(monkeypatch
     with torch.device("meta"):
         assert drawn_on_cpu(lambda: torch.nn.Linear(4, 4)).weight.is_meta
     assert torch.Tensor.uniform_ is watched
+
+
+@pytest.mark.parametrize("file", ["site-packages/deepspeed/engine.py", "mine.py"])
+def test_each_line_that_waits_is_told_and_only_deepspeeds_are_allowed(
+    file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch warns on a GPU; here the lines themselves do."""
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    code = compile("import warnings\nwarnings.warn('called a synchronizing CUDA operation')", f"/a/{file}", "exec")
+    watch, module = NoSynchronisation(first=0, steps=2), MagicMock(device=torch.device("cuda"))
+    watch.on_train_start(MagicMock(), module)
+    for step in range(2):
+        watch.on_train_batch_end(MagicMock(), module, None, None, step)
+        exec(code)
+    with nullcontext() if "deepspeed" in file else pytest.raises(RuntimeError, match="something waits"):
+        watch.on_train_end(MagicMock(), module)
+    assert f"waits for the GPU, 2 times: {'deepspeed/engine.py' if 'deepspeed' in file else '/a/mine.py'}:2 in " in (
+        capsys.readouterr().out
+    )
+    assert modes == ["warn", "warn", "default"]
 
 
 def test_what_lightning_sets_for_gpus_is_no_trace_of_a_test() -> None:

@@ -9,7 +9,9 @@ import hashlib
 import json
 import os
 import signal
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections import Counter
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
 from tests.gpu.launch_waits import SPANS, launch_waits
+from tests.synchronisations import where
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -24,42 +27,75 @@ from azureml_strategy.tracking.timing.throughput import find_throughput
 
 
 class NoSynchronisation(Callback):
-    """Has torch refuse what makes the host wait for the GPU, in some steps and all that lies between them.
+    """Has torch name what makes the host wait for the GPU: in some steps, all between them, and evaluations.
 
-    The steps must log nothing: a metric that is logged is read, and that waits.
+    The steps must log nothing: a metric that is logged is read, and that waits. It prints each line that waits.
 
     Args:
         first: the first step, of which something may yet be allocated or compiled before.
         steps: how many.
 
     Raises:
-        RuntimeError: torch's own, whose traceback has the line; or the training was too short to tell.
+        RuntimeError: something waits that is not DeepSpeed's; or the training was too short to tell.
     """
 
     def __init__(self, first: int = 8, steps: int = 12) -> None:
         super().__init__()
         self._steps = range(first, first + steps)
         self._watched = 0
+        self._found: Counter[str] = Counter()
+        self._warnings = ExitStack()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._warnings.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("always", message=_SYNCHRONISING)
+        show = warnings.showwarning
+
+        def note(message: Any, *arguments: Any, **named: Any) -> None:
+            if _SYNCHRONISING in str(message):
+                self._found[where(__file__, warnings.__file__)] += 1
+            else:
+                show(message, *arguments, **named)
+
+        warnings.showwarning = note
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if pl_module.device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("error" if batch_idx in self._steps else "default")
+        _watch(pl_module, batch_idx in self._steps)
         self._watched += batch_idx in self._steps
 
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        _watch(pl_module, batch_idx > 0)
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        _watch(pl_module, False)
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        _end_watching(pl_module)
+        self._end(pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _end_watching(pl_module)
+        self._end(pl_module)
         if self._watched < len(self._steps):
             raise RuntimeError(f"{self._watched} of {len(self._steps)} steps were watched: the training was too short.")
+        for line, times in self._found.items():
+            print(f"waits for the GPU, {times} times: {line}", flush=True)
+        if any("deepspeed/" not in line.partition(",")[0] for line in self._found):
+            raise RuntimeError("something waits for the GPU")
+
+    def _end(self, module: LightningModule) -> None:
+        _watch(module, False)
+        self._warnings.close()
 
 
-def _end_watching(module: LightningModule) -> None:
+_SYNCHRONISING = "called a synchronizing CUDA operation"
+
+
+def _watch(module: LightningModule, watched: bool) -> None:
     if module.device.type == "cuda":
-        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode("warn" if watched else "default")
 
 
 class Recorder(Callback):

@@ -8,8 +8,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from azureml_strategy.strategies import AzureMLDDPStrategy
 from azureml_strategy.tracking.remedies import FUSED, SETTINGS, RunFacts
-from azureml_strategy.tracking.report import has_compiled_parts
+from azureml_strategy.tracking.report import _is_compiled_run, has_compiled_parts
 from azureml_strategy.tracking.timing.meters import STEP_PARTS, Part
 from azureml_strategy.tracking.timing.summary import Totals, summarize
 from azureml_strategy.tracking.verdict import NAMES, PHASES, judge, mfu_text
@@ -26,6 +27,10 @@ RECIPE = frozenset(
         "strategy.bucket_cap_mb",
     }
 )
+
+
+COMPILES = RECIPE | {"strategy.compile", "strategy.compile_mode"}
+DDP = "AzureMLDDPStrategy"
 
 
 def with_share(name, share):
@@ -118,11 +123,19 @@ LAUNCHES = {"forward": 0.02, "backward": 0.05, "host": 0.7, "optimizer": 0.1, "o
 @pytest.mark.parametrize(
     ("facts", "advised", "kept_back"),
     [
-        (RunFacts(), "Compile the model (torch.compile), or", "model.compile"),
-        (RunFacts(compiled=True), 'Replay CUDA graphs (torch.compile with mode="reduce-overhead"), or', "Compile"),
+        (RunFacts(), "Compile the model (torch.compile), or", "strategy.compile"),
+        (RunFacts(strategy=DDP), 'Compile the model (AzureMLDDPStrategy(compile="blocks")), or', "torch.compile"),
+        (RunFacts(compiled=True), "Make the batch larger", "ompile"),
+        (RunFacts(strategy=DDP, compiled=True), "Replay CUDA graphs (AzureMLDDPStrategy(..., compile_mode=", "Compile"),
+        (RunFacts(strategy=DDP, compiled=True, replays=True), "Make the batch larger", "ompile"),
         (RunFacts(keys=RECIPE), "Make the batch larger (data.batch_size), or", "ompile"),
-        (RunFacts(keys=RECIPE | {"model.compile"}), "Compile the model (model.compile=true), or", "torch.compile"),
-        (RunFacts(keys=RECIPE | {"model.compile"}, compiled=True), "Make the batch larger", "ompile"),
+        (RunFacts(keys=COMPILES), "Compile the model (strategy.compile=blocks), or", "torch.compile"),
+        (
+            RunFacts(keys=COMPILES, compiled=True, strategy=DDP),
+            "Replay CUDA graphs (strategy.compile_mode=reduce-overhead), or",
+            "compile=",
+        ),
+        (RunFacts(keys=COMPILES, compiled=True, strategy="PipelineStrategy"), "Make the batch larger", "ompile"),
     ],
 )
 def test_a_gpu_that_waits_for_its_host_gets_what_can_be_done_in_this_run(facts, advised, kept_back):
@@ -157,6 +170,13 @@ def test_compiled_parts_of_a_module_are_found():
     assert has_compiled_parts(plain)
     plain.step = types.MethodType(plain.step, plain)
     assert has_compiled_parts(plain)
+
+
+@pytest.mark.parametrize("how", ["blocks", "off"])
+def test_a_run_that_its_strategy_compiles_is_compiled(how):
+    """The report looks before the strategy has begun, and after it has ended."""
+    trainer = Mock(strategy=AzureMLDDPStrategy(compile=how), lightning_module=torch.nn.Linear(2, 2))
+    assert _is_compiled_run(trainer) == (how == "blocks")
 
 
 class Strict(dict):
@@ -228,6 +248,11 @@ def test_the_optimizer_that_the_run_has_is_named(optimizer, advised, kept_back):
     action = judge(with_share("optimizer", 0.3), facts=RunFacts(optimizer=optimizer)).advice[0].action
     assert advised in action
     assert kept_back not in action
+
+
+def test_a_recipe_that_has_a_key_for_the_fused_optimizer_is_told_it() -> None:
+    facts = RunFacts(optimizer="AdamW", keys=RECIPE | {"model.fused"})
+    assert judge(with_share("optimizer", 0.3), facts=facts).advice[0].action.startswith("Use model.fused=true, or")
 
 
 def test_torch_has_the_fused_optimizers_that_are_named():

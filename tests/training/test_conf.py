@@ -71,3 +71,34 @@ def test_every_argument_of_the_trainer_can_be_overridden_somewhere(composed: Com
 def test_the_cpu_option_makes_two_processes_of_any_recipe(composed: Compose) -> None:
     trainer = composed("resnet50_imagenet", "trainer=cpu").trainer
     assert (trainer.accelerator, trainer.devices, trainer.num_nodes) == ("cpu", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "how"),
+    [
+        ([], "off"),
+        (["compile=blocks"], "blocks"),
+        (["compile=off"], "off"),
+        (["compile=false"], "off"),
+        (["strategy.compile=whole"], "whole"),
+        (["compile=blocks", "strategy.compile=off"], "off"),
+        (["compile=blocks", "strategy.compile=false"], "off"),
+        (["compile=whole", "strategy.compile_mode=reduce-overhead"], "whole"),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["resnet50_ddp", "gpt_ddp"])
+def test_what_a_recipe_compiles(composed: Compose, recipe: str, overrides: list[str], how: str) -> None:
+    config = composed(recipe, *overrides)
+    check_config(config)
+    assert instantiate(config.strategy)._compilation.how == how
+
+
+@pytest.mark.parametrize(
+    ("recipe", "how"), [("resnet50_synthetic", "whole"), ("gpt_ddp", "blocks"), ("base_run", "off")]
+)
+def test_what_a_recipe_compiles_on_a_gpu(
+    composed: Compose, monkeypatch: pytest.MonkeyPatch, recipe: str, how: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert composed(recipe).strategy.compile == how
+    assert "compile" not in composed(recipe, "strategy=lightning_ddp").strategy  # which has no such key

@@ -105,7 +105,8 @@ class ImageClassifier(MeanOverLabels):
         mean: of each channel, for pixels from 0 to 1.
         std: standard deviation of each channel, for pixels from 0 to 1.
         channels_last: keep images and convolutions in NHWC, in which tensor cores compute.
-        compile: `torch.compile` the network in place, so names in checkpoints stay as they are.
+        compile: `torch.compile` the network in place, so names in checkpoints stay as they are. The older way to have
+            it compiled: `compile` of the strategy does so for any module, and leaves alone what is compiled already.
         fused: SGD takes a step in one kernel; None on GPUs where it can, see `models.optimizer.fused`.
 
     Raises:

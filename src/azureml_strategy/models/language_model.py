@@ -43,7 +43,7 @@ class NextTokenModule(MeanOverLabels):
     @override
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         # Average over batches and ranks, weighted by their tokens: exact, whatever their sizes.
-        tokens = int((self.evaluation_labels(batch) != IGNORED_LABEL).sum())
+        tokens = (self.evaluation_labels(batch) != IGNORED_LABEL).sum()  # a tensor, as nothing is to wait for the GPU
         # Lightning's own strategies average these weights over the ranks in whole numbers, so they must divide.
         weight = tokens * self.trainer.world_size
         self.log_evaluation("loss", self.evaluation_loss(batch), batch_size=weight)

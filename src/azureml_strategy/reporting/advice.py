@@ -47,6 +47,7 @@ def facts_of(record: RunRecord) -> RunFacts:
         hook=record.run.tags.get("azureml_strategy.longest_hook", ""),
         mfu=record.measured("mfu"),
         compiled=record.run.tags.get("azureml_strategy.compiled") == "true",
+        replays=record.param("strategy/compile_mode") in ("reduce-overhead", "max-autotune"),
         keys=_keys(record),
         slow_ranks=slow,
         slow_share=share,

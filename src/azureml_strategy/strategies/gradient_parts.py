@@ -222,9 +222,9 @@ class Norms:
         self._powers = torch.stack(powers) if powers else torch.zeros(0, dtype=torch.float64, device=device)
         if group is not None and powers:
             self._reduce(self._powers, group)
-        counted = torch.tensor([each.counts for each in gradients], dtype=torch.bool, device=self._powers.device)
-        zero = self._powers.new_zeros(1)
-        every = torch.cat([torch.where(counted, self._powers, zero), zero])
+        # Chosen by the host, which knows them: a mask would be copied to the device, for which the host waits.
+        counted = [power for power, each in zip(self._powers, gradients, strict=True) if each.counts]
+        every = torch.stack([*counted, self._powers.new_zeros(())])
         self._all = every.amax() if self._p == math.inf else every.sum()
         if stages is not None:
             self._reduce(self._all, stages)

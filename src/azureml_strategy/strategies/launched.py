@@ -372,6 +372,16 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
         if self._compilation.is_on:
             self._compilation.start(self.lightning_module, self.networks(), self.local_rank == 0, self.world_size)
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether parts of the module are compiled while it is fitted."""
+        return self._compilation.is_on
+
+    @property
+    def replays_graphs(self) -> bool:
+        """Whether they replay CUDA graphs, where there is a GPU."""
+        return self._compilation.is_on and self._compilation.replays_graphs
+
     def networks(self) -> Iterable[nn.Module]:
         """Return what of the module this rank calls, to be compiled."""
         assert self.lightning_module is not None

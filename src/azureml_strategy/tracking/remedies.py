@@ -29,7 +29,8 @@ class RunFacts:
         optimizer: class of the optimizer, such as `SGD`, or `SGD(fused=True)` if it is fused already.
         hook: the one that took most of the part `other` of the steps, such as `Ema.on_train_batch_end, 4.1 ms a call`.
         mfu: model FLOPs utilisation, 0 to 1.
-        compiled: whether torch.compile is used for the module or parts of it.
+        compiled: whether the module or parts of it are compiled, by `strategy.compile` or by torch.compile.
+        replays: whether they replay CUDA graphs, by `strategy.compile_mode`.
         keys: of the recipe, such as `data.num_workers`; None for a script, to which no key is named.
         slow_ranks: each rank that holds up the others, in words: `rank 3 (node-1, cuda:0)`.
         slow_share: part of a step for which the others wait for the slow ranks, 0 to 1.
@@ -46,6 +47,7 @@ class RunFacts:
     hook: str = ""
     mfu: float | None = None
     compiled: bool = False
+    replays: bool = False
     keys: frozenset[str] | None = None
     slow_ranks: tuple[str, ...] = ()
     slow_share: float = 0.0
@@ -95,13 +97,24 @@ def _profile(facts: RunFacts) -> str:
 def _host(facts: RunFacts) -> tuple[str, str]:
     why = "In forward and backward the GPU has done what it was given, and waits for Python to launch the next kernels."
     ways = []
-    if not facts.compiled and facts.can("model.compile"):
-        ways.append(f"compile the model ({facts.way('model.compile', 'true', 'torch.compile')})")
-    elif facts.compiled and facts.keys is None:
-        ways.append('replay CUDA graphs (torch.compile with mode="reduce-overhead")')
+    if not facts.compiled:
+        ways += _compile(facts)
+    elif "ddp" in facts.strategy.lower() and not facts.replays and facts.can("strategy.compile_mode"):
+        mode = facts.way(
+            "strategy.compile_mode", "reduce-overhead", 'AzureMLDDPStrategy(..., compile_mode="reduce-overhead")'
+        )
+        ways.append(f"replay CUDA graphs ({mode})")
     ways.append(f"make the batch larger{_batch_size(facts)}")
     ways.append("call fewer hooks and small operations in forward")
     return why, f"{_sentence(ways)} {_profile(facts)} shows what is launched."
+
+
+def _compile(facts: RunFacts) -> list[str]:
+    """How to compile the model; nothing under a strategy of which the recipe has no such key."""
+    if not facts.can("strategy.compile"):
+        return []
+    in_script = 'AzureMLDDPStrategy(compile="blocks")' if "ddp" in facts.strategy.lower() else "torch.compile"
+    return [f"compile the model ({facts.way('strategy.compile', 'blocks', in_script)})"]
 
 
 def _batch_size(facts: RunFacts) -> str:
@@ -146,7 +159,7 @@ def _optimizer(facts: RunFacts) -> tuple[str, str]:
         known = f"with torch's {', '.join(FUSED[:-1])} or {FUSED[-1]} that is fused=True"
         return why, f"Use a fused optimizer ({known}), or larger batches, so that there are fewer updates."
     if facts.optimizer in FUSED:
-        fused = f"{facts.optimizer}(fused=True) in configure_optimizers"
+        fused = facts.way("model.fused", "true", f"{facts.optimizer}(fused=True) in configure_optimizers")
         return why, f"Use {fused}, or larger batches, so that there are fewer updates."
     return why, "Use larger batches, so that there are fewer updates."
 
@@ -177,8 +190,8 @@ def computing(facts: RunFacts) -> tuple[str, str]:
     ways = []
     if "16" not in facts.precision:
         ways.append(f"use {facts.way('trainer.precision', 'bf16-mixed', 'precision=bf16-mixed')}")
-    if not facts.compiled and facts.can("model.compile"):
-        ways.append(f"compile the model ({facts.way('model.compile', 'true', 'torch.compile')})")
+    if not facts.compiled:
+        ways += _compile(facts)
     ways.append(f"make the batch larger{_batch_size(facts)} until memory is full")
     return (
         f"Large language models get {GOOD_MFU:.0%} of a device's peak; a network that memory bounds gets less of it, "

@@ -24,6 +24,7 @@ from typing_extensions import override
 from azureml_strategy.cluster.data_parallel import data_parallel_size
 from azureml_strategy.cluster.emulated import is_emulated
 from azureml_strategy.cluster.job import count, format_money, read_job
+from azureml_strategy.interfaces import Compiles
 from azureml_strategy.lightning_internals import has_bucket_size, sends_by_hook
 from azureml_strategy.tracking.batch import markdown_table
 from azureml_strategy.tracking.cost import find_cost
@@ -84,7 +85,7 @@ class RunReport(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        tags = {"azureml_strategy.compiled": str(has_compiled_parts(pl_module)).lower()}
+        tags = {"azureml_strategy.compiled": str(_is_compiled_run(trainer)).lower()}
         optimizer = _optimizer(trainer)
         if optimizer:
             tags["azureml_strategy.optimizer"] = optimizer
@@ -193,7 +194,8 @@ def _verdict(trainer: Trainer, keys: frozenset[str] | None) -> Verdict:
         optimizer=_optimizer(trainer),
         hook=throughput.longest_hook() if throughput else "",
         mfu=summary.mfu if summary else None,
-        compiled=has_compiled_parts(trainer.lightning_module),
+        compiled=_is_compiled_run(trainer),
+        replays=isinstance(trainer.strategy, Compiles) and trainer.strategy.replays_graphs,
         keys=keys,
         slow_ranks=(slow.place,) if slow else (),
         slow_share=slow.share if slow else 0.0,
@@ -217,6 +219,12 @@ def _settings(trainer: Trainer) -> frozenset[str]:
         has_bucket_size(trainer.strategy),
     )
     return frozenset(name for name, is_set in zip(SETTINGS, has, strict=True) if is_set)
+
+
+def _is_compiled_run(trainer: Trainer) -> bool:
+    """Whether the run trains compiled: by the strategy, which has not begun at `on_train_start`, or by the user."""
+    by_strategy = isinstance(trainer.strategy, Compiles) and trainer.strategy.is_compiling
+    return by_strategy or has_compiled_parts(trainer.lightning_module)
 
 
 def has_compiled_parts(module: nn.Module) -> bool:

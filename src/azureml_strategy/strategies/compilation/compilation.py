@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -33,9 +33,10 @@ Compile = Literal["blocks", "whole", "off"]
 
 # Steps in which graphs are made. Later ones are a surprise.
 _FIRST_STEPS = 2
+# After so many later steps in which a function was compiled again, no more graphs are made.
+_MOST_SURPRISES = 8
 # How many names or reasons a message lists.
 _SHOWN = 3
-_TORCH = str(Path(torch.__file__).parent)
 
 
 class CompiledKind:
@@ -74,6 +75,10 @@ class CompiledKind:
         if (module, mode, sizes) not in self._known:  # a graph may be made
             self._known.add((module, mode, sizes))
             self._mark_varying((mode, *map(len, sizes)), sizes, tensors)
+        if self._varies and sizes and sizes[0][:1] == (1,) and self._first[mode, *map(len, sizes)][0][0] > 1:
+            # One sample is left over for the last batch. torch would make a graph of its own for it.
+            with torch.compiler.set_stance("force_eager"):
+                return forward(*args, **kwargs)
         return self._compiled(forward, *args, **kwargs)
 
     def _mark_varying(self, key: Hashable, sizes: tuple[torch.Size, ...], tensors: list[Tensor]) -> None:
@@ -83,7 +88,7 @@ class CompiledKind:
             if self._varies and size and size[:1] == sizes[0][:1]:
                 varying.add((index, 0))
         for index, dimension in varying:
-            if sizes[index][dimension] > 1:  # for one sample, torch always makes a graph of its own
+            if sizes[index][dimension] > 1:  # a size of one always has a graph of its own
                 dynamo.mark_varying(tensors[index], dimension)
 
 
@@ -112,8 +117,11 @@ class Compilation:
                 f"compile_mode={mode!r} has no effect without compile. Add compile=blocks or whole."
             )
         self._changes = ExitStack()
+        self._record: dynamo.Record | None = None  # from start to stop
         self._steps = 0
         self._says = False
+        self._training = False
+        self._surprises: Counter[str] = Counter()
 
     @property
     def is_on(self) -> bool:
@@ -142,9 +150,11 @@ class Compilation:
             reducing_ranks: over which DDP reduces gradients while a backward pass computes others.
         """
         self.stop()
-        self._steps, self._says = 0, says
+        self._steps, self._says, self._training = 0, says, False
+        self._surprises.clear()
         parts = self.parts(networks)
-        self._changes.enter_context(dynamo.compiling(cut_for_buckets=self.how == "whole" and reducing_ranks > 1))
+        cut_for_buckets = self.how == "whole" and reducing_ranks > 1
+        self._changes.enter_context(dynamo.compiling(cut_for_buckets, keep_graphs=not module.automatic_optimization))
         varies = _batches_vary(module.trainer.train_dataloader)
         kinds: dict[Hashable, CompiledKind] = {}
         for part in itertools.filterfalse(dynamo.has_call, parts):  # a user may have compiled it
@@ -161,28 +171,29 @@ class Compilation:
 
     def before_batch(self, training: bool) -> None:
         """Report what the last batch has compiled, and let CUDA graphs take their memory again."""
-        if not self.is_on:
+        if self._record is None:  # Lightning validates some batches before the start
             return
         if self.replays_graphs:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        events, reasons = self._record.news()
-        if self._says and training:
-            self._say_failures(event for event in events if event.failed)
-            self._say_breaks([event for event in events if event.is_rest], reasons)
-            if self._steps > _FIRST_STEPS:
-                self._say_recompiled([event for event in events if event.recompiled])
+        events, breaks = self._record.news()
+        self._say_failures(event for event in events if event.failed)
+        self._say_breaks(breaks)
+        if self._training and self._steps > _FIRST_STEPS:  # an evaluation has graphs of its own
+            self._count_surprises({event.place: event for event in events if event.recompiled})
+        self._training = training
         self._steps += training
 
     def stop(self) -> None:
         """Take everything off the module."""
+        self._record = None
         self._changes.close()
 
     def explain(self, exception: BaseException) -> None:
         """Add to an error that a compiled module has caused what to do about it."""
-        if self.is_on and "double backward" in str(exception):
+        if self._record is not None and re.search("double backward|donated buffers", str(exception)):
             exception.add_note(
                 "create_graph=True asks for derivatives of gradients, as gradient penalties do, and a compiled module "
-                "cannot give them. Train with compile=off."
+                "cannot give them. retain_graph=True needs manual optimization there. Train with compile=off."
             )
 
     def _parts_of(self, network: nn.Module) -> Iterator[nn.Module]:
@@ -198,38 +209,51 @@ class Compilation:
         yield from networks_of(network)
 
     def _say_failures(self, events: Iterable[dynamo.Event]) -> None:
-        for function, place, reason in {(e.function, e.place, str(e.failed).partition("\n")[0]) for e in events}:
+        for function, place, reason in {(e.function, e.place, str(e.failed)) for e in events}:
             self._warn(
                 f"`{function}` ({place}) could not be compiled and trains uncompiled: {reason}. Mend this, or write "
                 "compile=off to save the attempt."
             )
 
-    def _say_breaks(self, events: list[dynamo.Event], reasons: list[str]) -> None:
-        places = list(dict.fromkeys(event.place for event in events if not event.place.startswith(_TORCH)))
-        if places:
-            why = "; ".join(reason.partition("\n")[0] for reason in reasons[:_SHOWN])
+    def _say_breaks(self, breaks: list[dynamo.Break]) -> None:
+        if breaks:
+            listed = "; ".join(f"{each.place} ({each.reason})" for each in breaks[:_SHOWN])
             self._warn(
-                f"A compiled part is cut at {', '.join(places[:_SHOWN])} ({why}). What comes before and after is "
-                "compiled apart, which is slower. Take the line out of the forward pass, or leave it if it is rare."
+                f"A compiled part is cut at {listed}. What comes before and after is compiled apart, which is slower. "
+                "Take the line out of the forward pass, or leave it if it is rare."
             )
 
-    def _say_recompiled(self, events: list[dynamo.Event]) -> None:
-        for event in events[:1]:
-            self._warn(
-                f"`{event.function}` ({event.place}) was compiled again in step {self._steps}: {event.recompiled}. "
-                "Each time costs as much as many steps. If sizes vary, pad them to a few, or set drop_last=True; if it "
-                "is a number that changes with each step, make it a tensor."
-            )
+    def _count_surprises(self, recompiled: dict[str, dynamo.Event]) -> None:
+        for place, event in recompiled.items():
+            self._surprises[place] += 1
+            if self._surprises[place] == 1:
+                self._warn(
+                    f"`{event.function}` ({place}) was compiled again in step {self._steps}: {event.recompiled}. Each "
+                    "time costs as much as many steps. If sizes vary, pad them to a few, or set drop_last=True; if it "
+                    "is a number that changes with each step, make it a tensor."
+                )
+            elif self._surprises[place] == _MOST_SURPRISES:
+                self._warn(
+                    f"`{event.function}` ({place}) was compiled again in {_MOST_SURPRISES} steps. From now on, what "
+                    "fits none of its graphs runs uncompiled."
+                )
+                self._changes.enter_context(torch.compiler.set_stance("eager_on_recompile"))
 
     def _warn(self, sentence: str) -> None:
-        warnings.warn(sentence, stacklevel=2)
+        if self._says:
+            warnings.warn(sentence, stacklevel=2)
 
 
 def _unless_redirected(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave a call alone by which Lightning runs a step inside of DDP's forward: it replaces the module's for that."""
+    """Leave a call alone by which Lightning runs a step inside of DDP's forward: it replaces the module's for that.
+
+    Inside of the step the module has its own forward again, as an attribute of the object.
+    """
 
     def choose(*args: Any, **kwargs: Any) -> Any:
-        return dynamo.call_plain(module, *args, **kwargs) if "forward" in vars(module) else call(*args, **kwargs)
+        forward = vars(module).get("forward", module.forward)
+        is_own = getattr(forward, "__func__", None) is type(module).forward
+        return call(*args, **kwargs) if is_own else dynamo.call_plain(module, *args, **kwargs)
 
     return choose
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import re
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +20,11 @@ from torch import Tensor, nn
 
 # torch gives up after so many graphs of one function. Blocks may differ in numbers that are part of a graph.
 _GRAPHS_OF_A_KIND = 64
-# The rest of a function after a graph break is compiled under this name, followed by the function's and the line.
-_REST = "torch_dynamo_resume_in_"
+# Characters of a reason that is shown.
+_LONGEST = 200
+_TORCH = str(Path(torch.__file__).parent)
+# How torch describes the call of a function of `torch.compiler.disable`.
+_DISABLED = "Skip calling `torch.compiler.disable()`d function"
 
 
 class Event(NamedTuple):
@@ -26,17 +32,22 @@ class Event(NamedTuple):
 
     Attributes:
         function: name of the function.
-        place: `FILE:LINE`, where the function begins, or where a graph broke if it is the rest of one.
-        is_rest: whether it is the rest of a function after a graph break.
+        place: `FILE:LINE`, where the function begins.
         recompiled: why the graphs before did not serve; None for a first one.
         failed: why there is no graph; None if there is one.
     """
 
     function: str
     place: str
-    is_rest: bool
     recompiled: str | None
     failed: str | None
+
+
+class Break(NamedTuple):
+    """A line at which a graph was cut, `FILE:LINE`, and torch's reason."""
+
+    place: str
+    reason: str
 
 
 class Record:
@@ -45,12 +56,13 @@ class Record:
     def __init__(self) -> None:
         self._last: Any = None
         self._attempts = -1
-        self._breaks: set[str] = set()
+        self._breaks: dict[str, Break] = {}
         self.news()
 
-    def news(self) -> tuple[list[Event], list[str]]:
-        """Return compilations, at most the last 64, which torch keeps, and why graphs broke. It costs nothing in a step
-        without any.
+    def news(self) -> tuple[list[Event], list[Break]]:
+        """Return compilations, at most the last 64, which torch keeps, and where graphs were cut, each place once.
+
+        It costs nothing in a step without any.
         """
         from torch._dynamo import utils
 
@@ -61,9 +73,10 @@ class Record:
         kept = utils.get_compilation_metrics()
         new = kept[next((at + 1 for at, each in enumerate(kept) if each is self._last), 0) :]
         self._last = kept[-1] if kept else None
-        reasons = [each for each in utils.counters["graph_break"] if each not in self._breaks]
-        self._breaks.update(reasons)
-        return [_event(each) for each in new if each.co_name is not None], reasons
+        found = {each.place: each for each in map(_break, utils.graph_break_reasons) if each is not None}
+        breaks = [each for place, each in found.items() if place not in self._breaks]
+        self._breaks.update(found)
+        return [_event(each) for each in new if each.co_name is not None], breaks
 
 
 def compile_forward(mode: str | None) -> Callable[..., Any]:
@@ -89,8 +102,10 @@ def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
 
 
 def has_call(module: nn.Module) -> bool:
-    """Whether the module was compiled in place, by a user as well."""
-    return module._compiled_call_impl is not None
+    """Whether the module was compiled, by a user as well, in place or by torch.compile around it."""
+    from torch import _dynamo
+
+    return module._compiled_call_impl is not None or isinstance(module, _dynamo.OptimizedModule)
 
 
 def call_plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -122,11 +137,12 @@ def mark_varying(tensor: Tensor, dimension: int) -> None:
 
 
 @contextmanager
-def compiling(cut_for_buckets: bool) -> Iterator[None]:
+def compiling(cut_for_buckets: bool, keep_graphs: bool) -> Iterator[None]:
     """Let functions that cannot be compiled run as they are, from their first pass on.
 
     Args:
         cut_for_buckets: cut graphs where DDP's buckets end, for gradients to be sent while others are computed.
+        keep_graphs: let several backward passes go through one graph, with retain_graph=True.
     """
     from torch._dynamo import config
     from torch._functorch import config as autograd_config
@@ -140,7 +156,8 @@ def compiling(cut_for_buckets: bool) -> Iterator[None]:
     failures.addFilter(_has_no_traceback)
     try:
         # A backward pass is compiled with its forward pass: later, nothing could take its place.
-        with autograd_config.patch(force_non_lazy_backward_lowering=True), config.patch(settings):
+        at_once = autograd_config.patch(force_non_lazy_backward_lowering=True, donated_buffer=not keep_graphs)
+        with at_once, config.patch(settings):
             yield
     finally:
         failures.removeFilter(_has_no_traceback)
@@ -162,8 +179,26 @@ def _has_no_traceback(record: logging.LogRecord) -> bool:
 
 
 def _event(metrics: Any) -> Event:
-    is_rest = metrics.co_name.startswith(_REST)
-    function = metrics.co_name.removeprefix(_REST).rpartition("_at_")[0] if is_rest else metrics.co_name
-    failed = f"{metrics.fail_type}: {metrics.fail_reason}" if metrics.fail_type else None
+    failed = f"{metrics.fail_type}: {_first_words(metrics.fail_reason)}" if metrics.fail_type else None
+    if failed and metrics.fail_user_frame_lineno and not str(metrics.fail_user_frame_filename).startswith(_TORCH):
+        failed = f"{failed} ({metrics.fail_user_frame_filename}:{metrics.fail_user_frame_lineno})"
+    recompiled = _first_words(metrics.recompile_reason or "")
     place = f"{metrics.co_filename}:{metrics.co_firstlineno}"
-    return Event(function, place, is_rest, metrics.recompile_reason, failed)
+    return Event(metrics.co_name, place, recompiled or None, failed)
+
+
+def _first_words(reason: str) -> str:
+    """Return a reason of torch's in one line, without the hints and traces that follow it."""
+    words = re.sub(r" \(HINT.*| \(user code.*|(User stack trace|Explanation:).*|\n\n.*", "", reason, flags=re.DOTALL)
+    return textwrap.shorten(words.replace("\n", " "), _LONGEST, placeholder=" ...")
+
+
+def _break(cut: Any) -> Break | None:
+    """Return a cut with the user's innermost line; None without one, or if a function is kept out of graphs on purpose.
+
+    Functions that communicate are.
+    """
+    if cut.reason.startswith(_DISABLED):
+        return None
+    lines = [each for each in cut.user_stack if not each.filename.startswith(_TORCH)]
+    return Break(f"{lines[-1].filename}:{lines[-1].lineno}", _first_words(cut.reason)) if lines else None

@@ -169,7 +169,8 @@ class Exchanges:
         """
         if self.group is None:
             return lambda: None
-        own = torch.tensor(place, dtype=torch.int64, device=self.device)
+        # A kernel gets each number with its launch. A copy of the host's memory would wait for all that is queued.
+        own = torch.stack([torch.full((), each, dtype=torch.int64, device=self.device) for each in place])
         gathered = own.new_empty(self.size, len(place))
         dist.all_gather(list(gathered), own, group=self.group)
         on_host, copied = gathered, None

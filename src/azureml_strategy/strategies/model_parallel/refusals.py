@@ -15,7 +15,12 @@ from torch.optim import LBFGS, Optimizer
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.model_parallel.fsdp_internals import memory_of
 
+RECOMPUTED_MESH = (
+    "A compiled block that tensor parallelism has cut cannot compute its activations again: torch would have to keep a "
+    "device mesh for it. Write compile='off', or leave out activation checkpointing."
+)
 _EXPLAINED = {
+    "torch.distributed.device_mesh.DeviceMesh'>": RECOMPUTED_MESH,
     "mixed torch.Tensor and DTensor": (
         "azureml_model_parallel: a sharded parameter (a DTensor) met a whole tensor. A weight is whole while its "
         "block, or a layer that has it, is called as a module. Call the layer instead of using its weight; leave the "

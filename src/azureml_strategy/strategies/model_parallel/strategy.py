@@ -52,6 +52,7 @@ from azureml_strategy.strategies.model_parallel.module import (
 )
 from azureml_strategy.strategies.model_parallel.plan import is_parallel, reshard, spread
 from azureml_strategy.strategies.model_parallel.refusals import (
+    RECOMPUTED_MESH,
     ParameterMemory,
     explain,
     refuse_callbacks,
@@ -193,6 +194,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
             take_whole_dictionaries(self.lightning_module)
         cut = self.device_mesh["tensor_parallel"].size() > 1
         refuse_callbacks(trainer.callbacks, cut)  # type: ignore[attr-defined]
+        if cut and self._activation_checkpointing and self._compilation.is_on:
+            raise ConfigurationError(RECOMPUTED_MESH)
         if is_overridden("configure_model", self.lightning_module):
             super().setup(trainer)
         else:

@@ -122,8 +122,11 @@ class SharedLogs:
         entry.weights.append(self._number(samples if given_weight is None else given_weight))
 
     def _number(self, value: Any) -> Tensor:
-        """Return a number in float64, which counts tokens beyond 2^24."""
-        return torch.as_tensor(value, dtype=torch.float64, device=self._module.device).detach().squeeze()
+        """Return a number in float64, which counts tokens beyond 2^24; the host does not wait for the device."""
+        device = self._module.device
+        if isinstance(value, Tensor):
+            return value.detach().to(device, torch.float64, non_blocking=True).squeeze()
+        return torch.full((), value, dtype=torch.float64, device=device)  # a kernel gets the number with its launch
 
     def _agree_on_names(self, key: Any, logged: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
         if key not in self._known:

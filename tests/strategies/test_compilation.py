@@ -1,0 +1,400 @@
+"""compile=blocks and compile=whole of a LightningModule under DDP, and what is not compiled."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.compile import from_compiled
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from azureml_strategy.strategies import AzureMLDDPStrategy
+from azureml_strategy.strategies.compilation.parts import find_blocks
+from azureml_strategy.strategies.errors import ConfigurationError
+from azureml_strategy.strategies.process_group import end_process_group
+
+Loader = DataLoader[tuple[torch.Tensor, ...]]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + self.down(torch.relu(self.up(inputs)))
+
+
+class Counting(Block):
+    """Its number is part of the graph."""
+
+    calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(inputs) * (1 + self.calls / 1000)
+
+
+class Branching(Block):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(inputs)
+        if hidden.sum() > 0:  # this line cuts the graph
+            hidden = hidden * 2
+        return self.down(hidden)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + self.norm(self.layer(inputs))
+
+
+class Net(LightningModule):
+    """Some blocks between two layers; it keeps its losses."""
+
+    def __init__(self, *kinds: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.blocks = nn.ModuleList(kind() for kind in kinds or (Block, Block, Block))
+        self.mean = MeanMetric()
+        self.losses: list[float] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.last(hidden)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.mean.update(loss.detach())
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", nn.functional.mse_loss(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+
+
+class Plain(Net):
+    """Has no forward: a step calls its network."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        del self.first, self.last, self.blocks
+        self.network = network
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = nn.functional.mse_loss(self.network(batch[0]).mean(-1, keepdim=True), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+
+class Adversaries(LightningModule):
+    """Two networks that train in turn, by hand; the first has two backward passes through one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.makes, self.judges = (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(2))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        makes, judges = self.optimizers()
+        made = self.makes(batch[0])
+        self.manual_backward(self.judges(made).mean(), retain_graph=True)
+        self.manual_backward(made.pow(2).mean())
+        makes.step()
+        makes.zero_grad()
+        judges.zero_grad()
+        loss = self.judges(batch[0]).pow(2).mean() - self.judges(made.detach()).mean()
+        self.manual_backward(loss)
+        judges.step()
+        self.losses.append(loss.item())
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(each.parameters(), 0.05) for each in (self.makes, self.judges)]
+
+
+class Penalised(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs = batch[0].requires_grad_()
+        (slope,) = torch.autograd.grad(self(inputs).sum(), inputs, create_graph=True)
+        return (slope.norm(dim=1) - 1).pow(2).mean()
+
+
+class FailsLater(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 2:
+            raise ArithmeticError("mine")
+        return super().training_step(batch, batch_idx)
+
+
+class Shortens(Plain):
+    """Its sequences have another length in each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        kept = 2 + batch_idx % 4
+        return super().training_step((batch[0][:, :kept].contiguous(), batch[1][:, :kept]), batch_idx)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No graphs of an earlier test; aot_eager, which traces as inductor does and makes no C++."""
+    before = torch.compiler.get_default_backend()
+    torch._dynamo.reset()
+    torch.compiler.set_default_backend("aot_eager")
+    monkeypatch.chdir(tmp_path)
+    with patch.dict(os.environ):  # Lightning writes ranks there
+        yield
+    end_process_group()
+    torch.compiler.set_default_backend(before)
+    torch._dynamo.reset()
+
+
+def loader(samples: int = 32, *shape: int) -> Loader:
+    inputs = torch.randn(samples, *(shape or (4,)), generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(inputs, inputs.sum(-1, keepdim=True)), 8)
+
+
+def fitted(make: Callable[[], Any], how: Any, data: Loader, callbacks: Any = (), **settings: Any) -> tuple[Any, int]:
+    """Fit a module that has the same weights each time; return it with the number of graphs."""
+    seed_everything(1, verbose=False)
+    module = make()
+    graphs = counters["stats"]["unique_graphs"]
+    trainer = Trainer(
+        strategy=AzureMLDDPStrategy(compile=how),
+        **{"accelerator": "cpu", "devices": 1, "max_epochs": 2, "logger": False, "enable_progress_bar": False},
+        **{"enable_model_summary": False, "callbacks": list(callbacks)},
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
+        **settings,
+    )
+    trainer.fit(module, data, loader(11))
+    return module, counters["stats"]["unique_graphs"] - graphs
+
+
+def said(record: pytest.WarningsRecorder) -> list[str]:
+    words = ("compiled again", "could not be compiled", "compiled part is cut", "fits none")
+    return [text for each in record if any(word in (text := str(each.message)) for word in words)]
+
+
+def is_plain(module: nn.Module) -> bool:
+    return all(each._compiled_call_impl is None for each in module.modules())
+
+
+TRANSFORMER = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+CASES: dict[str, tuple[Callable[[], Any], Loader, int, int]] = {
+    # how to make it, its data, and the graphs of training in blocks and as a whole; an evaluation has as many
+    "one kind": (Net, loader(), 1, 1),
+    "two kinds": (lambda: Net(Block, Block, Normed, Normed), loader(), 2, 1),
+    "a smaller last batch": (Net, loader(29), 1, 1),
+    "one sample in the last batch": (Net, loader(25), 1, 1),
+    "nn.Sequential": (lambda: Plain(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))), loader(), 1, 1),
+    # A layer comes first, for all blocks to have inputs with gradients. Others would need a graph of their own.
+    "nn.TransformerEncoder": (
+        lambda: Plain(nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoder(TRANSFORMER, 2))),
+        *(loader(32, 5, 4), 1, 1),
+    ),
+    "lengths that vary": (lambda: Shortens(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))), loader(30, 6, 4), 2, 2),
+    "by hand": (Adversaries, loader(), 2, 2),
+}
+
+
+@pytest.mark.parametrize("how", ["blocks", "whole"])
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_as_uncompiled_with_one_graph_for_each_kind(
+    case: str, how: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    make, data, *expected = CASES[case]
+    eager, none = fitted(make, "off", data, limit_val_batches=0)
+    compiled, graphs = fitted(make, how, data, limit_val_batches=0)
+    assert none == 0
+    assert graphs == expected[how == "whole"]
+    assert compiled.losses == pytest.approx(eager.losses, abs=1e-6)
+    assert said(recwarn) == []
+
+
+def test_an_evaluation_has_a_graph_of_its_own_and_names_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    eager, _ = fitted(Net, "off", loader(29))
+    compiled, graphs = fitted(Net, "blocks", loader(29))
+    assert graphs == 2
+    assert compiled.losses == pytest.approx(eager.losses, abs=1e-6)
+    assert said(recwarn) == []
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [WeightAveraging, lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1), lambda: ModelCheckpoint(".")],
+)
+def test_callbacks_that_copy_weights(callback: Callable[[], Callback]) -> None:
+    eager, _ = fitted(Net, "off", loader(), [callback()])
+    compiled, _ = fitted(Net, "blocks", loader(), [callback()])
+    for name, value in eager.state_dict().items():
+        assert torch.allclose(compiled.state_dict()[name], value, atol=1e-6)
+    saved = torch.load(next(Path().glob("*.ckpt")))["state_dict"] if list(Path().glob("*.ckpt")) else eager.state_dict()
+    assert saved.keys() == Net().state_dict().keys()
+
+
+class Copies(Callback):
+    """Copies and pickles the module while it is compiled."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *rest: Any) -> None:
+        assert not is_plain(pl_module)
+        copied, pickled = copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module.blocks))
+        assert is_plain(copied)
+        assert is_plain(pickled)
+        assert torch.equal(copied(torch.ones(2, 4)), pl_module(torch.ones(2, 4)))
+        assert list(pl_module.state_dict()) == list(Net().state_dict())
+
+
+def test_copies_and_pickles_are_uncompiled_and_so_is_the_module_after_the_fit() -> None:
+    module, _ = fitted(Net, "blocks", loader(), [Copies()])
+    assert is_plain(module)
+
+
+def test_a_second_fit_and_an_evaluation_beside() -> None:
+    module, _ = fitted(Net, "blocks", loader())
+    trainer = module.trainer
+    trainer.validate(module, loader(), verbose=False)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, loader(), loader(11))
+    assert len(module.losses) == 12
+    assert is_plain(module)
+
+
+def test_an_error_takes_everything_off_again() -> None:
+    module = FailsLater()
+    with pytest.raises(ArithmeticError, match="mine"):
+        fitted(lambda: module, "blocks", loader())
+    assert is_plain(module)
+    assert not torch._dynamo.config.suppress_errors
+
+
+def test_a_gradient_penalty_is_told_what_to_do() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        fitted(Penalised, "blocks", loader(), limit_val_batches=0)
+    assert "Train with compile=off" in "".join(raised.value.__notes__)
+
+
+def test_what_a_user_has_compiled_stays_as_it_is() -> None:
+    own = Net()
+    own.blocks[0].compile(backend="eager")
+    kept = own.blocks[0]._compiled_call_impl
+    fitted(lambda: own, "blocks", loader())
+    assert own.blocks[0]._compiled_call_impl is kept
+    assert own.blocks[1]._compiled_call_impl is None
+
+    used: list[int] = []
+    wrapped = Net()
+    wrapped.blocks[0] = torch.compile(wrapped.blocks[0], backend=lambda graph, inputs: used.append(1) or graph)
+    fitted(lambda: wrapped, "blocks", loader(), limit_val_batches=0)
+    assert used == [1]
+
+
+def test_a_module_that_a_user_has_compiled_as_a_whole() -> None:
+    eager, _ = fitted(Net, "off", loader(), limit_val_batches=0)
+    compiled, _ = fitted(lambda: from_compiled(torch.compile(Net(), backend="eager")), "blocks", loader(), [])
+    assert compiled.losses == pytest.approx(eager.losses, abs=1e-6)
+
+
+def test_a_backend_that_fails_is_named_once_and_it_trains_uncompiled() -> None:
+    def fails(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no such luck")
+
+    eager, _ = fitted(Net, "off", loader())
+    torch.compiler.set_default_backend(fails)
+    with pytest.warns(UserWarning, match=r"`forward` \(.*could not be compiled.*no such luck") as record:
+        compiled, _ = fitted(Net, "blocks", loader())
+    assert len(said(record)) == 1
+    assert compiled.losses == eager.losses
+
+
+def test_a_cut_graph_is_one_sentence_with_the_line() -> None:
+    line = next(n for n, each in enumerate(Path(__file__).read_text().splitlines(), 1) if "# this line cuts" in each)
+    with pytest.warns(UserWarning, match=rf"cut at .*test_compilation\.py:{line} \(") as record:
+        compiled, _ = fitted(lambda: Net(Branching, Branching), "blocks", loader(), limit_val_batches=0)
+    assert len(said(record)) == 1
+    assert compiled.losses == fitted(lambda: Net(Branching, Branching), "off", loader())[0].losses
+
+
+def test_a_number_that_changes_is_named_once_and_not_compiled_for_ever() -> None:
+    def make() -> Net:
+        return Net(Counting, Counting)
+
+    eager, _ = fitted(make, "off", loader(120), limit_val_batches=0)
+    with pytest.warns(UserWarning, match=r"compiled again in step 3: .*self\.calls == 1") as record:
+        compiled, graphs = fitted(make, "blocks", loader(120), limit_val_batches=0)
+    again, given_up = said(record)
+    assert "make it a tensor" in again
+    assert "From now on" in given_up
+    assert graphs <= 12 < len(compiled.losses)
+    assert compiled.losses == pytest.approx(eager.losses, abs=1e-6, nan_ok=True)
+
+
+def test_metrics_and_single_layers_are_no_blocks() -> None:
+    module = Net()
+    assert find_blocks(module) == list(module.blocks)
+    assert find_blocks(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), MeanMetric(), MeanMetric()])) == []
+
+
+@pytest.mark.parametrize(("given", "means"), [(True, "blocks"), (False, "off"), (None, "off"), ("whole", "whole")])
+def test_the_words_and_what_yaml_makes_of_them(given: Any, means: str) -> None:
+    assert AzureMLDDPStrategy(compile=given)._compilation.how == means
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"compile": "bloks"}, "none of blocks, whole and off"),
+        ({"compile": "blocks", "compile_mode": "fast"}, "compile_mode='fast' is none of"),
+        ({"compile_mode": "reduce-overhead"}, "no effect without compile"),
+    ],
+)
+def test_words_that_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        AzureMLDDPStrategy(**arguments)
+
+
+def test_without_a_compiler_it_says_so_once_and_trains(tmp_path: Path) -> None:
+    """In a process of its own, as torch looks for a compiler once."""
+    environ = os.environ | {"CXX": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-c",
+        "from tests.strategies.test_compilation import without_a_compiler; without_a_compiler()",
+    ]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "No working C++ compiler" in done.stdout
+
+
+def without_a_compiler() -> None:
+    eager, _ = fitted(Net, "off", loader())
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        compiled, graphs = fitted(Net, "blocks", loader())
+    assert compiled.losses == eager.losses
+    assert graphs == 0
+    (text,) = [str(each.message) for each in record if "could not be compiled" in str(each.message)]
+    print(text)
