@@ -57,7 +57,7 @@ OTHERS = {
         ),
         *("_fsdp_param_group", "_fsdp_param_groups", "_get_fsdp_state", "_is_root", "_module_info", "_state_ctx"),
         *("_cdata", "_lazy_init", "_root_post_backward_final_callback"),
-        *("_call_impl", "_compiled_call_impl", "_dynamo", "_functorch", "_inductor"),
+        *("_step_supports_amp_scaling", "_call_impl", "_compiled_call_impl", "_dynamo", "_functorch", "_inductor"),
         *("_is_profiler_enabled", "_set_is_profiler_enabled", "_new_shared", "_upsample_bilinear2d_aa"),
         *(
             "_backward_hooks",

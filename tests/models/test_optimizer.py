@@ -6,10 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch import Trainer
 from torch import nn
 from torch.optim import SGD, AdamW
+from torch.utils.data import DataLoader, TensorDataset
 
-from azureml_strategy.models import ResNet50, scaled_learning_rate, warmup_cosine
+from azureml_strategy.models import GPTConfig, LanguageModel, ResNet50, scaled_learning_rate, warmup_cosine
 from azureml_strategy.models.optimizer import decay_groups, fused, keep_fused, warmup_cosine_schedule
 
 _STEPS = st.integers(0, 5000)
@@ -133,7 +135,7 @@ def test_a_loaded_state_does_not_choose_the_kernel(kind: type[AdamW | SGD], befo
         parameter = nn.Parameter(torch.linspace(-1, 1, 8))
         settings = {"momentum": 0.9, "nesterov": True} if kind is SGD else {}
         optimizer = kind([parameter], lr=0.1, fused=how, **settings)
-        keep_fused(optimizer)
+        keep_fused(optimizer, "32-true")
         return parameter, optimizer
 
     def step(parameter: nn.Parameter, optimizer: AdamW | SGD) -> None:
@@ -153,3 +155,17 @@ def test_a_loaded_state_does_not_choose_the_kernel(kind: type[AdamW | SGD], befo
         step(parameter, optimizer)
         step(other, resumed)
     torch.testing.assert_close(other, parameter, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_a_fused_optimizer_can_have_its_gradients_clipped(precision: str) -> None:
+    network = GPTConfig(vocab_size=16, context=8, layers=1, width=8, heads=2, mlp_width=8)
+    module = LanguageModel(network, warmup_steps=0, fused=True)
+    tokens = torch.randint(0, 16, (4, 9), generator=torch.Generator().manual_seed(0))
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_steps=2, precision=precision, gradient_clip_val=0.1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=2))
+    assert trainer.optimizers[0].param_groups[0]["fused"]
+    assert trainer.global_step == 2

@@ -235,7 +235,7 @@ class ImageClassifier(MeanOverLabels):
             nesterov=self.hparams["nesterov"],
             fused=recipe.fused(groups, self.hparams["fused"], trainer.precision),
         )
-        recipe.keep_fused(sgd)
+        recipe.keep_fused(sgd, trainer.precision)
         warmup = recipe.warmup_steps(trainer, self.hparams["warmup_epochs"])
         return {
             "optimizer": sgd,

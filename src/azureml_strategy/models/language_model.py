@@ -63,7 +63,7 @@ class NextTokenModule(MeanOverLabels):
         groups = recipe.decay_groups(self, settings["weight_decay"])
         fused = recipe.fused(groups, settings.get("fused"), self.trainer.precision)
         adamw = AdamW(groups, lr=learning_rate, betas=(settings["beta1"], settings["beta2"]), eps=eps, fused=fused)
-        recipe.keep_fused(adamw)
+        recipe.keep_fused(adamw, self.trainer.precision)
         total = recipe.total_steps(self.trainer)
         return {
             "optimizer": adamw,

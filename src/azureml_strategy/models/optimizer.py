@@ -91,9 +91,19 @@ def fused(groups: Sequence[Mapping[str, Any]], chosen: bool | None, precision: o
     return True if on_gpus and len(meshes) == 1 and precision != "16-mixed" else None
 
 
-def keep_fused(optimizer: Optimizer) -> None:
-    """Keep an optimizer's `fused` when a state is loaded, which has that of the device on which it was saved."""
+def keep_fused(optimizer: Optimizer, precision: object) -> None:
+    """Keep an optimizer's `fused` when a state is loaded, which has that of the device on which it was saved.
+
+    Lightning clips no gradients in mixed precision if the optimizer may divide them by GradScaler's factor in its step.
+    Only `16-mixed` has a GradScaler, so in other precisions the optimizer says that it does not.
+
+    Args:
+        optimizer: one of torch's that can be fused.
+        precision: the Trainer's.
+    """
     optimizer.register_load_state_dict_pre_hook(_with_own_fused)
+    if precision != "16-mixed":
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
 
 def _with_own_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
