@@ -118,4 +118,4 @@ class _Exchange(Function):
     @override
     def backward(ctx: FunctionCtx, *gradients: Any) -> Any:
         group = cast(Any, ctx).group
-        return _Exchange.apply(gradients[0].contiguous(), group), None
+        return cast(Any, _Exchange).apply(gradients[0].contiguous(), group), None

@@ -167,7 +167,7 @@ class Compilation:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         events, reasons = self._record.news()
         if self._says and training:
-            self._say_failures(event for event in events if event.failed)
+            self._say_failures(event for event in events if event.failed and not dynamo.is_meant(event.failed))
             self._say_breaks([event for event in events if event.is_rest], reasons)
             if self._steps > _FIRST_STEPS:
                 self._say_recompiled([event for event in events if event.recompiled])

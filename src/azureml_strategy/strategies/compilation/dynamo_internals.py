@@ -119,7 +119,7 @@ def call_with(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwar
 
 def is_meant(reason: str) -> bool:
     """Whether a graph broke at a function that its author keeps out of graphs, as those that communicate."""
-    return reason.startswith(_DISABLED)
+    return _DISABLED in reason
 
 
 def mark_varying(tensor: Tensor, dimension: int) -> None:
