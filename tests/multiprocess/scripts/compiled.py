@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from tests.multiprocess.scripts.common import Losses, quiet_trainer, report
 from tests.multiprocess.scripts.strategies import BUCKETS
@@ -159,20 +160,23 @@ MODELS: dict[str, tuple[Callable[[], LightningModule], Callable[[], Dataset[Any]
 }
 
 
-def fit(strategy: str, model: str, how: str, **arguments: Any) -> dict[str, Any]:
+def fit(strategy: str, model: str, how: str, saves: bool = False, saved: Path | None = None) -> dict[str, Any]:
+    """Train for some steps; or for an epoch, with a checkpoint at its end."""
     torch._dynamo.reset()
     counters.clear()
     seed_everything(1, verbose=False)
     make, data = MODELS[model]
-    module, losses, saved = make(), Losses(), arguments.pop("saved", None)
+    module, losses = make(), Losses()
+    path = checkpoint(strategy, how)
+    saving = ModelCheckpoint(path.parent, path.stem, save_on_train_epoch_end=True, enable_version_counter=False)
     strategy_of_ranks = STRATEGIES[strategy](compile=how, process_group_backend="gloo")
     trainer = quiet_trainer(
         strategy=strategy_of_ranks,
         devices=RANKS,
-        max_epochs=-1,
         use_distributed_sampler=False,
-        callbacks=[losses],
-        **{"max_steps": STEPS, **arguments},
+        callbacks=[losses, *([saving] if saves else [])],
+        enable_checkpointing=saves,
+        **({"max_epochs": 1} if saves else {"max_epochs": -1, "max_steps": STEPS}),
     )
     dataset, shared = data(), strategy in SHARES_BATCHES
     ranks, rank = (1, 0) if shared else (RANKS, int(os.environ["RANK"]))
@@ -183,18 +187,19 @@ def fit(strategy: str, model: str, how: str, **arguments: Any) -> dict[str, Any]
         trainer.fit(module, DataLoader(dataset, BATCH, sampler=sampler, drop_last=equal), ckpt_path=saved)
     said = [str(each.message) for each in caught if "compiled" in str(each.message)]
     names = sorted(name for name, _ in module.named_parameters())
-    if "max_steps" in arguments and saved is None:
-        trainer.save_checkpoint(Path(sys.argv[2]) / f"{strategy}-{model}-{how}.ckpt")
     return {"losses": losses.losses, "graphs": counters["stats"]["unique_graphs"], "names": names, "said": said}
 
 
+def checkpoint(strategy: str, how: str) -> Path:
+    return Path(sys.argv[2]) / f"{strategy}-{how}.ckpt"
+
+
 def resume(strategy: str, model: str) -> dict[str, Any]:
-    """Half of a training one way, the rest the other way."""
+    """An epoch one way, the rest the other way."""
     found: dict[str, Any] = {}
-    for before, after in (("blocks", "off"), ("off", "blocks")):
-        first = fit(strategy, model, before, max_steps=STEPS // 2)
-        path = Path(sys.argv[2]) / f"{strategy}-{model}-{before}.ckpt"
-        rest = fit(strategy, model, after, saved=path)
+    for before, after in (("off", "off"), ("blocks", "off"), ("off", "blocks")):
+        first = fit(strategy, model, before, saves=True)
+        rest = fit(strategy, model, after, saved=checkpoint(strategy, before))
         found[f"{before}, {after}"] = first["losses"] + rest["losses"]
     return found
 
