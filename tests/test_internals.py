@@ -61,6 +61,7 @@ OTHERS = {
         *("_is_profiler_enabled", "_set_is_profiler_enabled", "_new_shared", "_upsample_bilinear2d_aa"),
         *(
             "_backward_hooks",
+            "_backward_pre_hooks",
             "_autograd_hook",
             "_check_reducer_finalized",
             "_execution_engine",

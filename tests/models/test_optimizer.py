@@ -123,7 +123,7 @@ class _OnGPU:
 def test_one_kernel_takes_a_step_where_a_gpu_can(
     parameters: list[object], chosen: bool | None, precision: str, expected: bool | None
 ) -> None:
-    assert fused([{"params": parameters}], chosen, precision) is expected
+    assert fused(AdamW, [{"params": parameters}], chosen, precision) is expected
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD])

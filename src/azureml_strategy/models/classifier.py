@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -78,6 +78,8 @@ class Normalisation(nn.Module):
         dtype = computing_type(scaled) if self.for_convolution else scaled.dtype
         if dtype is scaled.dtype:
             return scaled.add_(self.shift)
+        if torch.compiler.is_compiling():  # which makes one kernel of it, and knows no `out` in channels_last
+            return scaled.add(self.shift).to(dtype)
         # The sum is computed as above, and rounded as it is written, which saves writing and reading it in float32.
         return torch.add(scaled, self.shift, out=torch.empty_like(scaled, dtype=dtype))
 
@@ -107,7 +109,7 @@ class ImageClassifier(MeanOverLabels):
         channels_last: keep images and convolutions in NHWC, in which tensor cores compute.
         compile: `torch.compile` the network in place, so names in checkpoints stay as they are. The older way to have
             it compiled: `compile` of the strategy does so for any module, and leaves alone what is compiled already.
-        fused: SGD takes a step in one kernel; None on GPUs where it can, see `models.optimizer.fused`.
+        fused: SGD takes a step in one kernel; None for ResNet50 on GPUs, see `models.optimizer.fused`.
 
     Raises:
         ValueError: `compile` with a network of one of torch's own classes, such as `nn.Sequential`.
@@ -131,7 +133,7 @@ class ImageClassifier(MeanOverLabels):
         super().__init__()
         self.save_hyperparameters(ignore=["network"], logger=False)
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        self.normalise = Normalisation(mean, std, memory_format, type(network) is ResNet50)
+        self.normalise = Normalisation(mean, std, memory_format, self._is_resnet(network))
         # torch annotates this overload of Module.to for tensors of four dimensions only.
         self.network: nn.Module = network.to(memory_format=memory_format)  # type: ignore[call-overload]
         if compile:
@@ -233,7 +235,7 @@ class ImageClassifier(MeanOverLabels):
             lr=scaled_learning_rate(self.hparams["learning_rate"], recipe.global_batch(trainer)),
             momentum=self.hparams["momentum"],
             nesterov=self.hparams["nesterov"],
-            fused=recipe.fused(groups, self.hparams["fused"], trainer.precision),
+            fused=self._fused(groups),
         )
         recipe.keep_fused(sgd, trainer.precision)
         warmup = recipe.warmup_steps(trainer, self.hparams["warmup_epochs"])
@@ -241,6 +243,16 @@ class ImageClassifier(MeanOverLabels):
             "optimizer": sgd,
             "lr_scheduler": recipe.warmup_cosine_schedule(sgd, warmup, recipe.total_steps(trainer)),
         }
+
+    def _is_resnet(self, network: nn.Module) -> bool:
+        """Whether it is known that a convolution alone reads the images, and that each parameter has a gradient."""
+        return type(network) is ResNet50 and type(self) is ImageClassifier
+
+    def _fused(self, groups: list[dict[str, Any]]) -> bool | None:
+        chosen = self.hparams.get("fused")
+        # torch's fused SGD fails at a parameter that has its first gradient in a later step.
+        known = chosen is not None or self._is_resnet(self.network)
+        return recipe.fused(SGD, groups, chosen, self.trainer.precision) if known else None
 
     def _warn_of_other_parameters(self) -> None:
         """Name the parameters that a subclass has added beside the network: only the network is optimized."""

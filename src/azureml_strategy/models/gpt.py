@@ -173,28 +173,38 @@ def called_plainly(layer: nn.Linear) -> bool:
     Hooks gather the matrix (ZeRO-3) or share the product (tensor parallelism), adapters and parametrizations replace
     the class, and users watch activations.
     """
-    everywhere = nn.modules.module
-    hooks = (
-        *(layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks),
-        *(everywhere._global_forward_pre_hooks, everywhere._global_forward_hooks),
-        *(everywhere._global_backward_pre_hooks, everywhere._global_backward_hooks),
-    )
+    hooks = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
     replaced = "forward" in vars(layer) or layer._compiled_call_impl is not None
-    return type(layer) is NormalLinear and type(layer.weight) is nn.Parameter and not replaced and not any(hooks)
+    return (
+        type(layer) is NormalLinear
+        and type(layer.weight) is nn.Parameter
+        and not replaced
+        and not any(hooks)
+        and not hooks_everywhere()
+    )
+
+
+def hooks_everywhere() -> bool:
+    """Whether somebody hooks all modules of the process."""
+    names = ("forward_pre", "forward", "backward_pre", "backward")
+    return any(getattr(nn.modules.module, f"_global_{name}_hooks") for name in names)
 
 
 def users_hooks(module: nn.Module) -> bool:
     """Whether a module's forward pass has hooks that are not of strategies, which gather parameters."""
+    if module._backward_pre_hooks or module._backward_hooks or hooks_everywhere():
+        return True
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return not all(str(getattr(hook, "__module__", None)).startswith(_STRATEGIES) for hook in hooks)
+    functions = [getattr(hook, "func", hook) for hook in hooks]  # of a functools.partial
+    return not all(str(getattr(each, "__module__", None)).startswith(_STRATEGIES) for each in functions)
 
 
 class OutputLayer(NormalLinear):
     """The output matrix: maps hidden states to logits, or to their mean cross-entropy with targets.
 
     The loss is computed inside of this layer, as strategies that shard parameters gather its matrix for its forward
-    pass. On a GPU the matrix is multiplied with rows of zeros below it, up to a multiple of 64, as tensor cores take
-    whole tiles. Their columns are cut off, so that nobody sees them.
+    pass. On a GPU the loss multiplies the matrix with rows of zeros below it, up to a multiple of 64, as tensor cores
+    take whole tiles. Their columns are cut off. Logits that are returned never had them.
     """
 
     @override
@@ -204,21 +214,22 @@ class OutputLayer(NormalLinear):
         The number is what `mean_cross_entropy` gives for the logits. Many logits are computed in chunks, see
         `takes_chunks`.
         """
-        if targets is not None and takes_chunks(self.weight, targets):
-            return linear_cross_entropy(hidden, self.weight, targets)
-        if type(self.weight) is nn.Parameter:
-            matrix = whole_tiles(self.weight, computing_type(self.weight))
-            logits = functional.linear(hidden, matrix)[..., : self.out_features]
-        else:  # cut over ranks, quantized, or computed of other parameters
+        # A matrix that is cut over ranks, quantized, or computed of other parameters is left to torch.
+        if targets is None or type(self.weight) is not nn.Parameter:
             logits = super().forward(hidden)
-        return logits if targets is None else mean_cross_entropy(logits.flatten(0, 1), targets.flatten())
+            return logits if targets is None else mean_cross_entropy(logits.flatten(0, 1), targets.flatten())
+        if takes_chunks(self.weight, targets):
+            return linear_cross_entropy(hidden, self.weight, targets)
+        matrix = whole_tiles(self.weight, computing_type(self.weight))
+        logits = functional.linear(hidden, matrix)[..., : self.out_features]
+        return mean_cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def may_give_loss(self) -> bool:
         """Whether whoever hooks this layer takes a loss as well as logits: strategies do, users' hooks may not.
 
         A matrix cut over ranks has logits only.
         """
-        return type(self.weight) is nn.Parameter and not users_hooks(self)
+        return type(self.weight) is nn.Parameter and "forward" not in vars(self) and not users_hooks(self)
 
 
 class NormalEmbedding(nn.Embedding):

@@ -61,7 +61,7 @@ class NextTokenModule(MeanOverLabels):
         """Return AdamW, with a learning rate that changes at every step."""
         settings = self.hparams
         groups = recipe.decay_groups(self, settings["weight_decay"])
-        fused = recipe.fused(groups, settings.get("fused"), self.trainer.precision)
+        fused = recipe.fused(AdamW, groups, settings.get("fused"), self.trainer.precision)
         adamw = AdamW(groups, lr=learning_rate, betas=(settings["beta1"], settings["beta2"]), eps=eps, fused=fused)
         recipe.keep_fused(adamw, self.trainer.precision)
         total = recipe.total_steps(self.trainer)
@@ -223,8 +223,7 @@ class LanguageModel(NextTokenModule):
 
     def _output_gives_loss(self) -> bool:
         """Whether nobody else needs the logits: a subclass's loss or forward, a pipeline, or a user's hooks."""
-        kind, forward = type(self), getattr(self.forward, "__func__", None)
-        own = kind.pipeline_loss is LanguageModel.pipeline_loss and forward is LanguageModel.forward
+        own = _functions(self.pipeline_loss, self.forward) == _OWN
         output = self.layers[-1] if own and self.layers else None
         return isinstance(output, OutputLayer) and output.may_give_loss() and not users_hooks(self)
 
@@ -263,3 +262,11 @@ class LanguageModel(NextTokenModule):
                 f"The data has sequences of {length} tokens, but the network is for {self.network.context}. Set "
                 f"data.sequence_length={self.network.context} or less, or model.network.context={length}."
             )
+
+
+def _functions(*methods: Any) -> list[Any]:
+    return [getattr(each, "__func__", each) for each in methods]
+
+
+# What a subclass, an object or a patch may have replaced.
+_OWN = _functions(LanguageModel.pipeline_loss, LanguageModel.forward)

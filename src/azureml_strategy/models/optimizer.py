@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfigType
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from azureml_strategy.cluster.data_parallel import batch_size_of, data_parallel_size
@@ -71,14 +71,18 @@ def decay_groups(network: nn.Module, weight_decay: float) -> list[dict[str, Any]
     return [group for group in groups if group["params"]]
 
 
-def fused(groups: Sequence[Mapping[str, Any]], chosen: bool | None, precision: object) -> bool | None:
+def fused(
+    kind: type[Optimizer], groups: Sequence[Mapping[str, Any]], chosen: bool | None, precision: object
+) -> bool | None:
     """Return what an optimizer of torch is to be given as `fused`: one kernel for a step, or None for torch's default.
 
     Without a choice it is True where all parameters are on GPUs. DTensors of two meshes, as tensor parallelism leaves
-    them, cannot be in one kernel. Under `16-mixed` a fused optimizer would divide the gradients by GradScaler's factor
+    them, cannot be in one kernel, and torch's SGD has none for DTensors.
+    Under `16-mixed` a fused optimizer would divide the gradients by GradScaler's factor
     itself, after they are clipped, so Lightning refuses to clip them.
 
     Args:
+        kind: of the optimizer.
         groups: of parameters.
         chosen: True or False if a user has decided, None if not.
         precision: the Trainer's.
@@ -88,7 +92,8 @@ def fused(groups: Sequence[Mapping[str, Any]], chosen: bool | None, precision: o
     parameters = [parameter for group in groups for parameter in group["params"]]
     on_gpus = all(parameter.device.type == "cuda" for parameter in parameters)
     meshes = {getattr(parameter, "device_mesh", None) for parameter in parameters}
-    return True if on_gpus and len(meshes) == 1 and precision != "16-mixed" else None
+    one_kernel = meshes == {None} or (len(meshes) == 1 and kind is not SGD)
+    return True if on_gpus and one_kernel and precision != "16-mixed" else None
 
 
 def keep_fused(optimizer: Optimizer, precision: object) -> None:
@@ -107,8 +112,8 @@ def keep_fused(optimizer: Optimizer, precision: object) -> None:
 
 
 def _with_own_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    own = optimizer.param_groups[0]["fused"]
-    return {**state, "param_groups": [{**group, "fused": own} for group in state["param_groups"]]}
+    pairs = zip(state["param_groups"], optimizer.param_groups, strict=False)  # torch compares their numbers after this
+    return {**state, "param_groups": [{**loaded, "fused": own["fused"]} for loaded, own in pairs]}
 
 
 def warmup_cosine_schedule(optimizer: Optimizer, warmup_steps: int, total_steps: int) -> LRSchedulerConfigType:

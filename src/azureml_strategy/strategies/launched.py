@@ -370,6 +370,7 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
         warn_of_evaluation_modes(self.lightning_module)
         warn_of_rounded_averages(self.lightning_module.trainer.callbacks, self.lightning_module)  # type: ignore[attr-defined]
         if self._compilation.is_on:
+            self._compilation.refuse(self.lightning_module.trainer)
             self._compilation.start(self.lightning_module, self.networks(), self.local_rank == 0, self.world_size)
 
     @property

@@ -108,7 +108,9 @@ class CompileCache(IsolatedCallback):
         given = os.environ.get(VARIABLE, "")
         # Torch sets it as it is imported, to a folder whose name anybody can guess, and in which other jobs compile.
         if given.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_")):
-            given = ""
+            from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+            given = "" if given == os.path.abspath(default_cache_dir()) else given
         try:
             folder = given or tempfile.mkdtemp(prefix="azureml_strategy_compiled_")
         except OSError as error:

@@ -20,8 +20,10 @@ import shutil
 import stat
 import subprocess
 import tarfile
+import time
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -50,7 +52,10 @@ _LEFT_OUT = ("locks", "triton")
 _NEEDED_TO_COMPILE = (".gch", ".h", ".hpp", ".o")
 # File systems that show made-up owners and modes: blobfuse and Azure ML's mounts, and Azure Files.
 _WITHOUT_OWNERS = ("fuse", "cifs", "smb")
+_WITH_OWNERS = ("fuse.overlayfs", "fuse.fuse-overlayfs", "fuse.sshfs")
 _COMPILER_SECONDS = 10
+# A part of a file that has not changed for so long was left by a killed process.
+_STALE_SECONDS = 3600
 
 
 class UnfitError(ValueError):
@@ -61,7 +66,8 @@ def is_trusted(folder: Path) -> bool:
     """Whether code that lies in a folder may be run: nobody else can write there, or the storage decides who can."""
     if is_private(folder):
         return True
-    storage = (filesystem_of(folder) or "").startswith(_WITHOUT_OWNERS)
+    filesystem = filesystem_of(folder) or ""
+    storage = filesystem.startswith(_WITHOUT_OWNERS) and filesystem not in _WITH_OWNERS
     return storage and folder.is_dir() and not folder.is_symlink()
 
 
@@ -133,7 +139,9 @@ def write_cache(path: Path, folder: Path, names: Iterable[str], here: dict[str, 
     if not is_trusted(path.parent):
         private_folder(path.parent)
     for part in path.parent.glob(f".{path.name}.*.part"):  # of an attempt that ended while it wrote
-        part.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another training of this node may write now
+            if time.time() - part.stat().st_mtime > _STALE_SECONDS:
+                part.unlink()
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w:gz", compresslevel=1) as archive:
         for name in names:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import threading
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Sized
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -46,13 +49,17 @@ class CompiledKind:
     so that the second graph serves all sizes. torch's own way to do so would confuse the sizes of kinds with one class.
 
     Args:
+        name: under which torch reports its graphs.
         mode: of torch.compile.
         varies: whether batches are of several sizes, known before any is seen.
+        settings: makes a context with torch.compile's settings, which hold in one thread.
     """
 
-    def __init__(self, mode: str | None, varies: bool) -> None:
-        self._compiled = dynamo.compile_forward(mode)
-        self._varies = varies
+    def __init__(
+        self, name: str, mode: str | None, varies: bool, settings: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._compiled = dynamo.compile_forward(name, mode)
+        self._varies, self._settings, self._thread = varies, settings, threading.get_ident()
         self._known: set[Hashable] = set()
         self._first: dict[Hashable, tuple[torch.Size, ...]] = {}
         self._varying: defaultdict[Hashable, set[tuple[int, int]]] = defaultdict(set)
@@ -71,15 +78,17 @@ class CompiledKind:
         tensors = [each for each in inputs if isinstance(each, Tensor)]
         sizes = tuple(each.shape for each in tensors)
         # Training and evaluation have graphs of their own, and may have batches of other sizes.
-        mode = (module.training, torch.is_grad_enabled())
-        if (module, mode, sizes) not in self._known:  # a graph may be made
-            self._known.add((module, mode, sizes))
-            self._mark_varying((mode, *map(len, sizes)), sizes, tensors)
-        if self._varies and sizes and sizes[0][:1] == (1,) and self._first[mode, *map(len, sizes)][0][0] > 1:
+        key = (module.training, torch.is_grad_enabled(), *map(len, sizes))
+        if (module, key, sizes) not in self._known or self._varying[key]:  # a graph may be made
+            self._known.add((module, key, sizes))
+            self._mark_varying(key, sizes, tensors)
+        if self._varies and sizes and sizes[0][:1] == (1,) and self._first[key][0][0] > 1:
             # One sample is left over for the last batch. torch would make a graph of its own for it.
             with torch.compiler.set_stance("force_eager"):
                 return forward(*args, **kwargs)
-        return self._compiled(forward, *args, **kwargs)
+        # Activation checkpointing may compute a forward again in a thread of autograd's.
+        with nullcontext() if threading.get_ident() == self._thread else self._settings():
+            return self._compiled(forward, *args, **kwargs)
 
     def _mark_varying(self, key: Hashable, sizes: tuple[torch.Size, ...], tensors: list[Tensor]) -> None:
         varying = self._varying[key]
@@ -122,6 +131,7 @@ class Compilation:
         self._says = False
         self._training = False
         self._surprises: Counter[str] = Counter()
+        self._said: set[str] = set()  # reasons of failures
 
     @property
     def is_on(self) -> bool:
@@ -132,6 +142,19 @@ class Compilation:
     def replays_graphs(self) -> bool:
         """Whether the mode replays CUDA graphs where there is a GPU."""
         return self._mode in ("reduce-overhead", "max-autotune")
+
+    def refuse(self, trainer: Trainer) -> None:
+        """Refuse to replay graphs over gradients that wait for those of further batches: they lie in a graph's memory.
+
+        Raises:
+            ConfigurationError: gradients are accumulated.
+        """
+        schedules = any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks)  # type: ignore[attr-defined]
+        if self.replays_graphs and (schedules or trainer.accumulate_grad_batches > 1):
+            raise ConfigurationError(
+                f"compile_mode={self._mode!r} replays CUDA graphs, which would overwrite the gradients that are "
+                "accumulated. Leave compile_mode out, or set accumulate_grad_batches=1."
+            )
 
     def parts(self, networks: Iterable[nn.Module]) -> list[nn.Module]:
         """Return what `start` compiles of networks, each part once."""
@@ -152,14 +175,22 @@ class Compilation:
         self.stop()
         self._steps, self._says, self._training = 0, says, False
         self._surprises.clear()
+        self._said.clear()
         parts = self.parts(networks)
-        cut_for_buckets = self.how == "whole" and reducing_ranks > 1
-        self._changes.enter_context(dynamo.compiling(cut_for_buckets, keep_graphs=not module.automatic_optimization))
+        settings = functools.partial(
+            dynamo.compiling,
+            cut_for_buckets=self.how == "whole" and reducing_ranks > 1,
+            keep_graphs=not module.automatic_optimization,
+        )
+        self._changes.enter_context(settings())
+        self._changes.enter_context(dynamo.without_tracebacks())
         varies = _batches_vary(module.trainer.train_dataloader)
         kinds: dict[Hashable, CompiledKind] = {}
         for part in itertools.filterfalse(dynamo.has_call, parts):  # a user may have compiled it
-            kind = kinds.setdefault((part is module, kind_of(part)), CompiledKind(self._mode, varies))
-            call = functools.partial(kind, part)
+            key = (part is module, kind_of(part))
+            if key not in kinds:
+                kinds[key] = CompiledKind(type(part).__name__, self._mode, varies, settings)
+            call = functools.partial(kinds[key], part)
             dynamo.set_call(part, _unless_redirected(part, call) if part is module else call)
             self._changes.callback(dynamo.set_call, part, None)
         names = Counter(type(part).__name__ for part in parts)
@@ -179,7 +210,7 @@ class Compilation:
         self._say_failures(event for event in events if event.failed)
         self._say_breaks(breaks)
         if self._training and self._steps > _FIRST_STEPS:  # an evaluation has graphs of its own
-            self._count_surprises({event.place: event for event in events if event.recompiled})
+            self._count_surprises({event.function: event for event in events if event.recompiled})
         self._training = training
         self._steps += training
 
@@ -209,11 +240,15 @@ class Compilation:
         yield from networks_of(network)
 
     def _say_failures(self, events: Iterable[dynamo.Event]) -> None:
-        for function, place, reason in {(e.function, e.place, str(e.failed)) for e in events}:
-            self._warn(
-                f"`{function}` ({place}) could not be compiled and trains uncompiled: {reason}. Mend this, or write "
-                "compile=off to save the attempt."
-            )
+        # torch tries what a function calls next, which fails for the same reason.
+        first = {str(event.failed): event.function for event in reversed([*events])}
+        for reason, function in first.items():
+            if reason not in self._said:
+                self._said.add(reason)
+                self._warn(
+                    f"{function} could not be compiled and trains uncompiled: {reason}. Mend this, or write "
+                    "compile=off to save the attempt."
+                )
 
     def _say_breaks(self, breaks: list[dynamo.Break]) -> None:
         if breaks:
@@ -224,17 +259,17 @@ class Compilation:
             )
 
     def _count_surprises(self, recompiled: dict[str, dynamo.Event]) -> None:
-        for place, event in recompiled.items():
-            self._surprises[place] += 1
-            if self._surprises[place] == 1:
+        for function, event in recompiled.items():
+            self._surprises[function] += 1
+            if self._surprises[function] == 1:
                 self._warn(
-                    f"`{event.function}` ({place}) was compiled again in step {self._steps}: {event.recompiled}. Each "
+                    f"{function} was compiled again in step {self._steps}: {event.recompiled}. Each "
                     "time costs as much as many steps. If sizes vary, pad them to a few, or set drop_last=True; if it "
                     "is a number that changes with each step, make it a tensor."
                 )
-            elif self._surprises[place] == _MOST_SURPRISES:
+            elif self._surprises[function] == _MOST_SURPRISES:
                 self._warn(
-                    f"`{event.function}` ({place}) was compiled again in {_MOST_SURPRISES} steps. From now on, what "
+                    f"{function} was compiled again in {_MOST_SURPRISES} steps. From now on, what "
                     "fits none of its graphs runs uncompiled."
                 )
                 self._changes.enter_context(torch.compiler.set_stance("eager_on_recompile"))
@@ -261,7 +296,7 @@ def _unless_redirected(module: nn.Module, call: Callable[..., Any]) -> Callable[
 def _batches_vary(loaders: Any) -> bool:
     """Whether the last batch of an epoch is smaller, as far as the loaders tell."""
     return any(
-        not loader.drop_last and len(loader.sampler) % loader.batch_size != 0
+        not loader.drop_last and (sized_len(loader.sampler) or 0) % loader.batch_size != 0
         for loader in tree_leaves(loaders)
-        if isinstance(loader, DataLoader) and loader.batch_size and isinstance(loader.sampler, Sized)
+        if isinstance(loader, DataLoader) and loader.batch_size
     )

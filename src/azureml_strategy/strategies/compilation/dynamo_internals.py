@@ -10,6 +10,7 @@ import inspect
 import logging
 import re
 import textwrap
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,14 +32,12 @@ class Event(NamedTuple):
     """One compilation.
 
     Attributes:
-        function: name of the function.
-        place: `FILE:LINE`, where the function begins.
+        function: the name of the kind; or of the rest of a forward after a cut, with `FILE:LINE`.
         recompiled: why the graphs before did not serve; None for a first one.
         failed: why there is no graph; None if there is one.
     """
 
     function: str
-    place: str
     recompiled: str | None
     failed: str | None
 
@@ -79,20 +78,22 @@ class Record:
         return [_event(each) for each in new if each.co_name is not None], breaks
 
 
-def compile_forward(mode: str | None) -> Callable[..., Any]:
+def compile_forward(name: str, mode: str | None) -> Callable[..., Any]:
     """Return a compiled `call(forward, ...)`, whose graphs serve the forwards of all modules of a kind, and no others.
 
     Args:
+        name: of the kind, under which torch reports what it compiles.
         mode: of torch.compile.
     """
     # Sizes that vary are marked. By itself, torch would take the sizes of two kinds for one size that varies.
     settings: dict[str, Any] = {"mode": mode, "dynamic": False}
     if _can_isolate():
         settings |= {"isolate_recompiles": True, "recompile_limit": _GRAPHS_OF_A_KIND}
-    return torch.compile(_call, **settings)
+    call = types.FunctionType(_call.__code__.replace(co_name=name), globals(), name)
+    return torch.compile(call, **settings)
 
 
-def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call(forward, *args, **kwargs):  # type: ignore[no-untyped-def]
     return forward(*args, **kwargs)
 
 
@@ -138,7 +139,7 @@ def mark_varying(tensor: Tensor, dimension: int) -> None:
 
 @contextmanager
 def compiling(cut_for_buckets: bool, keep_graphs: bool) -> Iterator[None]:
-    """Let functions that cannot be compiled run as they are, from their first pass on.
+    """Let functions that cannot be compiled in this thread run as they are, from their first pass on.
 
     Args:
         cut_for_buckets: cut graphs where DDP's buckets end, for gradients to be sent while others are computed.
@@ -147,18 +148,25 @@ def compiling(cut_for_buckets: bool, keep_graphs: bool) -> Iterator[None]:
     from torch._dynamo import config
     from torch._functorch import config as autograd_config
 
-    settings: dict[str, Any] = {"suppress_errors": True}
+    # Modules of a kind may have different hooks, and a callback may add some in a fit. torch looks at none by default.
+    settings: dict[str, Any] = {"suppress_errors": True, "skip_nnmodule_hook_guards": False}
     if not cut_for_buckets:
         settings["optimize_ddp"] = False
     if not _can_isolate():
         settings["recompile_limit"] = _GRAPHS_OF_A_KIND
+    # A backward pass is compiled with its forward pass: later, nothing could take its place.
+    at_once = autograd_config.patch(force_non_lazy_backward_lowering=True, donated_buffer=not keep_graphs)
+    with at_once, config.patch(settings):
+        yield
+
+
+@contextmanager
+def without_tracebacks() -> Iterator[None]:
+    """Leave out what torch logs of a function that it cannot compile."""
     failures = logging.getLogger("torch._dynamo.convert_frame")
     failures.addFilter(_has_no_traceback)
     try:
-        # A backward pass is compiled with its forward pass: later, nothing could take its place.
-        at_once = autograd_config.patch(force_non_lazy_backward_lowering=True, donated_buffer=not keep_graphs)
-        with at_once, config.patch(settings):
-            yield
+        yield
     finally:
         failures.removeFilter(_has_no_traceback)
 
@@ -180,11 +188,13 @@ def _has_no_traceback(record: logging.LogRecord) -> bool:
 
 def _event(metrics: Any) -> Event:
     failed = f"{metrics.fail_type}: {_first_words(metrics.fail_reason)}" if metrics.fail_type else None
+    if _DISABLED in str(metrics.fail_reason):
+        failed = None
     if failed and metrics.fail_user_frame_lineno and not str(metrics.fail_user_frame_filename).startswith(_TORCH):
         failed = f"{failed} ({metrics.fail_user_frame_filename}:{metrics.fail_user_frame_lineno})"
     recompiled = _first_words(metrics.recompile_reason or "")
-    place = f"{metrics.co_filename}:{metrics.co_firstlineno}"
-    return Event(metrics.co_name, place, recompiled or None, failed)
+    place = "" if metrics.co_filename == __file__ else f" ({metrics.co_filename}:{metrics.co_firstlineno})"
+    return Event(f"`{metrics.co_name}`{place}", recompiled or None, failed)
 
 
 def _first_words(reason: str) -> str:

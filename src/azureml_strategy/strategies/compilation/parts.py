@@ -33,7 +33,8 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     """Find the outermost parts that a module has several of, one beside the other, in order.
 
     Two parts with the same content are such a repetition, and then others of their class beside them are blocks as
-    well: the first bottleneck of a stage of ResNet has other shapes. A part with a single layer is no block.
+    well: the first bottleneck of a stage of ResNet has other shapes. A part with a single layer is no block. Two
+    networks with blocks of their own are none, such as a student and a teacher; experts in a list of blocks are none.
     """
     return list(_blocks_in(module, set()))
 
@@ -78,10 +79,10 @@ def _blocks_in(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
         if not isinstance(each, CONTAINERS) and _layers(each) > 1:
             repeated[type(each)][kind_of(each)] += 1
     for each in children:
-        if type(each) in repeated and max(repeated[type(each)].values()) > 1 and _layers(each) > 1:
-            yield each
-        else:
-            yield from _blocks_in(each, seen)
+        is_block = type(each) in repeated and max(repeated[type(each)].values()) > 1 and _layers(each) > 1
+        is_listed = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+        inside = [] if is_block and is_listed else list(_blocks_in(each, seen))
+        yield from inside or ([each] if is_block else [])
 
 
 def _layers(module: nn.Module) -> int:

@@ -306,6 +306,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     @override
     def validation_step(self, batch: Any, *arguments: Any) -> None:
         assert self._run is not None
+        self._compilation.before_batch(training=False)
         with self.two_types_explained():
             self._run.evaluate("validation_step", batch, arguments)
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -177,6 +178,24 @@ def correct_stage_3(optimizer: Optimizer, checkpoint: Path) -> None:
         part["step"] = deepcopy(part["step"])
 
 
+def keep_kernels(optimizer: Optimizer, fused: list[bool | None]) -> None:
+    """Give an optimizer its own `fused` again, and its steps to the device where such a kernel reads them.
+
+    DeepSpeed sets the state of a universal checkpoint past `load_state_dict`, with steps on the host.
+
+    Args:
+        optimizer: inside of DeepSpeed's, just loaded.
+        fused: of its groups, before.
+    """
+    for group, own in zip(optimizer.param_groups, fused, strict=True):
+        if "fused" in group:
+            group["fused"] = own
+        for parameter in group["params"] if own else ():
+            state = optimizer.state.get(parameter, {})
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].to(parameter.device)
+
+
 def _optimizer_shards(checkpoint: Path) -> list[Path]:
     return sorted((checkpoint / _SHARDS).glob("*_optim_states.pt"))
 
@@ -253,9 +272,12 @@ class AnyWorldDeepSpeedStrategy(StagedDeepSpeedStrategy):
         if not fitting or saved == self.world_size:
             return super().load_checkpoint(checkpoint_path, weights_only)
         self._convert(checkpoint, saved)
+        optimizer = self.deepspeed_engine.optimizer.optimizer
+        fused = [group.get("fused") for group in optimizer.param_groups]
         loaded = super().load_checkpoint(checkpoint_path, weights_only)
         if self.zero_stage_3:
-            correct_stage_3(self.deepspeed_engine.optimizer.optimizer, checkpoint)
+            correct_stage_3(optimizer, checkpoint)
+        keep_kernels(optimizer, fused)
         return loaded
 
     def _convert(self, checkpoint: Path, saved: int) -> None:
