@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from azureml_strategy.models import GPTConfig, LanguageModel, linear_loss
+from azureml_strategy.strategies.model_parallel.fsdp_internals import begin_as_root
 
 
 def _data(rows: int = 16, length: int = 16) -> TensorDataset:
@@ -206,6 +208,39 @@ class _Data(LightningDataModule):
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         self.asked = True
         return _loader()
+
+
+def test_a_loss_or_an_output_that_somebody_has_replaced_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_loss, "_FEW_LOGITS", 0)
+    inputs, targets = _data(8).tensors
+    model = LanguageModel(LLAMA)
+    model.configure_model()
+    output: Any = model.layers[-1]
+    plain = output.forward
+    monkeypatch.setattr(output, "forward", lambda states, *others: plain(states, *others).tanh())
+    assert torch.equal(model.evaluation_loss((inputs, targets)), model.pipeline_loss(model(inputs), targets))
+    monkeypatch.setattr(model, "pipeline_loss", lambda outputs, targets: outputs.sum() * 0 + 7)
+    assert model.evaluation_loss((inputs, targets)) == 7
+    monkeypatch.undo()
+    monkeypatch.setattr(LanguageModel, "pipeline_loss", lambda self, outputs, targets: outputs.sum() * 0 + 8)
+    assert model.evaluation_loss((inputs, targets)) == 8
+
+
+def test_hooks_of_strategies_leave_the_loss_to_the_output() -> None:
+    model = LanguageModel(LLAMA)
+    model.configure_model()
+    output: Any = model.layers[-1]
+    assert output.may_give_loss()
+    output.register_forward_pre_hook(partial(begin_as_root))  # what FSDP2 is gathered by
+    assert output.may_give_loss()
+    handle = output.register_full_backward_hook(lambda *_: None)
+    assert not output.may_give_loss()
+    handle.remove()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert not output.may_give_loss()
+    handle.remove()
+    output.register_forward_hook(partial(lambda *_: None))
+    assert not output.may_give_loss()
 
 
 @pytest.mark.parametrize(

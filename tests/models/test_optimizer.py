@@ -124,6 +124,8 @@ def test_one_kernel_takes_a_step_where_a_gpu_can(
     parameters: list[object], chosen: bool | None, precision: str, expected: bool | None
 ) -> None:
     assert fused(AdamW, [{"params": parameters}], chosen, precision) is expected
+    cut = any(getattr(each, "device_mesh", None) for each in parameters)
+    assert fused(SGD, [{"params": parameters}], chosen, precision) is (None if cut else expected)
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD])

@@ -16,7 +16,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.utilities.compile import from_compiled
 from torch import nn
 from torch._dynamo.utils import counters
@@ -349,6 +354,80 @@ def test_a_number_that_changes_is_named_once_and_not_compiled_for_ever() -> None
     assert "From now on" in given_up
     assert graphs <= 12 < len(compiled.losses)
     assert compiled.losses == pytest.approx(eager.losses, abs=1e-6, nan_ok=True)
+
+
+class Watches(Callback):
+    """Watches a layer inside of one of several equal blocks, from before the fit or from its third step on."""
+
+    def __init__(self, begins: int) -> None:
+        self.begins, self.seen = begins, 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.begins:
+            pl_module.blocks[1].up.register_forward_hook(self._see)
+
+    def _see(self, layer: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        self.seen += layer.training
+        return output * 2
+
+
+@pytest.mark.parametrize("begins", [0, 3])
+@pytest.mark.parametrize("how", ["blocks", "whole"])
+def test_hooks_inside_of_a_block_are_called(how: str, begins: int) -> None:
+    plain, watched = Watches(begins), Watches(begins)
+    eager, _ = fitted(Net, "off", loader(), [plain])
+    compiled, _ = fitted(Net, how, loader(), [watched])
+    assert watched.seen == plain.seen == 8 - begins
+    assert compiled.losses == pytest.approx(eager.losses, abs=1e-6)
+
+
+def test_lengths_that_were_seen_vary_after_a_thaw_too() -> None:
+    class Thaws(Shortens):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.network[0].layer.weight.requires_grad_(self.global_step >= 8)
+
+    def make() -> Thaws:
+        return Thaws(nn.Sequential(*(Normed() for _ in range(2))))
+
+    _, graphs = fitted(make, "blocks", loader(64, 6, 8), limit_val_batches=0)
+    assert graphs <= 6, "one for the first length and one for all lengths, of each kind, and of what trains less"
+
+
+def test_a_sampler_that_does_not_know_its_length() -> None:
+    class Sampler(torch.utils.data.SequentialSampler):
+        def __len__(self) -> int:
+            raise NotImplementedError
+
+    data = DataLoader(loader().dataset, 8, sampler=Sampler(loader().dataset))
+    module, _ = fitted(Net, "blocks", data, limit_train_batches=3, use_distributed_sampler=False)
+    assert len(module.losses) == 6
+
+
+@pytest.mark.parametrize(
+    "how", [{"accumulate_grad_batches": 2}, {"callbacks": [GradientAccumulationScheduler({0: 2})]}]
+)
+def test_graphs_are_not_replayed_over_accumulated_gradients(how: Any) -> None:
+    strategy = AzureMLDDPStrategy(compile="blocks", compile_mode="reduce-overhead")
+    with pytest.raises(ConfigurationError, match="overwrite the gradients"):
+        Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=2, logger=False, **how).fit(Net(), loader())
+
+
+def test_two_networks_are_no_blocks_and_experts_are_no_blocks() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = nn.Linear(8, 2), nn.ModuleList([Block(), Block()])
+
+    pupils = nn.ModuleDict({"pair": Pair(Block, Block)})
+    assert find_blocks(pupils) == [*pupils["pair"].student, *pupils["pair"].teacher]
+    mixtures = nn.ModuleList([Mixture(), Mixture()])
+    assert find_blocks(mixtures) == [*mixtures]
+
+
+class Pair(nn.Module):
+    def __init__(self, *kinds: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.student, self.teacher = (nn.Sequential(*(kind() for kind in kinds)) for _ in range(2))
 
 
 def test_metrics_and_single_layers_are_no_blocks() -> None:

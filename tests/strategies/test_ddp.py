@@ -101,6 +101,22 @@ def test_a_single_rank_has_the_gradients_and_buffers_of_the_module_alone(static_
 
 
 @pytest.mark.usefixtures("_one_rank")
+def test_a_single_rank_has_no_memory_for_sending() -> None:
+    """Lightning sets whether gradients are averaged after each step that optimizes manually."""
+    network = nn.Linear(1000, 1000)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        ddp = CompletingDDP(network)
+    assert sum(event.self_cpu_memory_usage for event in profile.key_averages()) < 1_000_000, "what is kept"
+    ddp.require_backward_grad_sync = True
+    assert not ddp.require_backward_grad_sync
+    ddp.register_comm_hook(None, on_any_backend(bf16_compress_hook))
+    assert ddp.require_backward_grad_sync
+    with ddp.no_sync():
+        assert not ddp.require_backward_grad_sync
+    assert ddp.require_backward_grad_sync
+
+
+@pytest.mark.usefixtures("_one_rank")
 def test_a_hook_changes_the_gradients_of_a_single_rank() -> None:
     ddp, alone = CompletingDDP(_Network()), _Network()
     ddp.register_comm_hook(None, on_any_backend(bf16_compress_hook))
