@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -168,7 +169,9 @@ def restarting_part(machine: Machine) -> list[Row]:
             return [Row(part, case, "WRONG", f"attempt {attempt}: {ended.failure or 'it was not killed'}")]
     first, second = (json.loads((output / f"{attempt}.json").read_text()) for attempt in range(2))
     words = f"{first['compiled']} graphs compiled, then {second['compiled']}, and {second['found']} found"
-    right = first["compiled"] > 0 == second["compiled"] and second["losses"] == first["losses"]
+    # The order of sums on several threads is not the same in each process.
+    equal = all(map(partial(math.isclose, rel_tol=1e-6), second["losses"], first["losses"]))
+    right = first["compiled"] > 0 == second["compiled"] and equal
     return [Row(part, case, "ok" if right else "WRONG", words)]
 
 
