@@ -371,7 +371,8 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
         warn_of_rounded_averages(self.lightning_module.trainer.callbacks, self.lightning_module)  # type: ignore[attr-defined]
         if self._compilation.is_on:
             self._compilation.refuse(self.lightning_module.trainer)
-            self._compilation.start(self.lightning_module, self.networks(), self.local_rank == 0, self.world_size)
+            networks, says = self.trained_networks(), self.local_rank == 0
+            self._compilation.start(self.lightning_module, networks, says, self.world_size)
 
     @property
     def is_compiling(self) -> bool:
@@ -383,7 +384,7 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
         """Whether they replay CUDA graphs, where there is a GPU."""
         return self._compilation.is_on and self._compilation.replays_graphs
 
-    def networks(self) -> Iterable[nn.Module]:
+    def trained_networks(self) -> Iterable[nn.Module]:
         """Return what of the module this rank calls, to be compiled."""
         assert self.lightning_module is not None
         return [self.lightning_module]

@@ -299,7 +299,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         return self.precision_plugin.post_backward(loss, self.lightning_module)  # calls on_after_backward
 
     @override
-    def networks(self) -> Iterable[nn.Module]:
+    def trained_networks(self) -> Iterable[nn.Module]:
         assert self._cut is not None
         return [nn.ModuleList(self._cut.built())]
 

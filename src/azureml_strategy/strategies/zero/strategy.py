@@ -339,7 +339,7 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         self._edited = self._watched.edited
         if self.zero_stage_3:
             self._hooks = WatchedHooks(self.lightning_module.trainer, self.lightning_module)
-            self._undo_gathering = gather_as_one(engine, self._compilation.parts(self.networks()))
+            self._undo_gathering = gather_as_one(engine, self._compilation.parts(self.trained_networks()))
         if self._tensor_parallel_size > 1:
             from deepspeed.module_inject.layers import TensorParallel_Layer
 
@@ -358,8 +358,8 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         warn_of_unfilled_steps(self.lightning_module.trainer)
 
     @override
-    def networks(self) -> Iterable[nn.Module]:
-        networks = super().networks()
+    def trained_networks(self) -> Iterable[nn.Module]:
+        networks = super().trained_networks()
         if not (self.zero_stage_3 and self._compilation.is_on):
             return networks
         # What is compiled is gathered as one, and a network without blocks would be whole at once.
