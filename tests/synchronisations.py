@@ -227,7 +227,7 @@ class Watch(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
             self._tensors.add(list(pl_module.parameters()), list(pl_module.buffers()))
-        if batch_idx >= 2:
+        if batch_idx >= 2 * trainer.accumulate_grad_batches:  # DDP arranges its buckets anew in the second step
             self._counts = True
             self._steps += 1
 
