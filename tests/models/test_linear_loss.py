@@ -193,6 +193,7 @@ def test_it_compiles_without_a_break() -> None:
     from torch._dynamo.utils import counters
 
     counters.clear()
+    torch._dynamo.reset()
     layer = OutputLayer(WIDTH, CLASSES, bias=False)
     hidden, _, targets = data()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

@@ -51,7 +51,6 @@ from azureml_strategy.strategies.zero.config import require_compiler, require_de
 from azureml_strategy.strategies.zero.construction import Construction
 from azureml_strategy.strategies.zero.device import AnyDevice
 from azureml_strategy.strategies.zero.refusals import StartingParameters, refuse_lbfgs, refuse_scalars
-from azureml_strategy.strategies.zero.trace import trace_whole_steps
 from azureml_strategy.strategies.zero.watched_engine import FabricEngine
 
 
@@ -300,11 +299,10 @@ class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrate
         watched.edited.remember()
         return output if closure is None else loss
 
-    def _prepare(self, engine: Any, module: nn.Module) -> None:
+    def _prepare(self, engine: nn.Module, module: nn.Module) -> None:
         precision = self.precision.precision
         autocast = bool(float32_buffers(module)) if self._autocast is None else self._autocast
         mix_precision(module, precision, self.root_device.type, autocast)
-        trace_whole_steps(engine)
         if self._broadcast_buffers:
             self._buffers.append(EqualBuffers(module, self.root_device))
             equal_in_forward(engine, module, self._buffers[-1])

@@ -48,7 +48,6 @@ from azureml_strategy.strategies.zero.refusals import (
     refuse_scalars,
     warn_of_unfilled_steps,
 )
-from azureml_strategy.strategies.zero.trace import trace_whole_steps
 from azureml_strategy.strategies.zero.watched_engine import WatchedEngine
 
 # DeepSpeed's names for the styles of a plan.
@@ -247,7 +246,6 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         assert self.lightning_module is not None
         module = self.lightning_module
         self.mix_precision(module, bool(float32_buffers(module)) if self._autocast is None else self._autocast)
-        trace_whole_steps(self.deepspeed_engine)
         if self._broadcast_buffers:
             self.keep_buffers_equal(module)
 
