@@ -195,6 +195,7 @@ def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
         program.kill()
         program.join()
     group = _destroy_process_group()
+    kept = _what_keeps_from_compiling()
     _be_rank_zero_again()
     sigterm, _ = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGTERM, handler)
     changed -= _TAKEN_BACK
@@ -204,11 +205,12 @@ def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     assert not programs, f"programs left behind by the test: {programs}"
     assert not group, "the test left a torch.distributed process group behind"
     assert sigterm == handler, "the test left a SIGTERM handler behind"
+    assert not kept, f"left by the test, and torch.compile compiles nothing from now on: {kept}"
 
 
 @pytest.fixture(autouse=True)
 def _as_the_process_was() -> Iterator[None]:
-    """Take back what libraries change for the whole process: where a run logs to, and DeepSpeed's `linear`."""
+    """Take back what is changed for the whole process: where a run logs to, DeepSpeed's `linear`, a server's stance."""
     names = [
         "",
         *(("lightning", "lightning.pytorch", "lightning.fabric") if "lightning.pytorch" in sys.modules else ()),
@@ -222,6 +224,8 @@ def _as_the_process_was() -> Iterator[None]:
     own = zero and getattr(zero.InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
     if own:
         sys.modules["torch.nn.functional"].linear = own  # type: ignore[attr-defined]
+    if "torch._dynamo" in sys.modules:  # a server compiles nothing
+        sys.modules["torch"].compiler.set_stance("default")
 
 
 def _descendants(pid: int) -> Iterator[int]:
@@ -262,3 +266,22 @@ def _destroy_process_group() -> bool:
         return False
     distributed.destroy_process_group()
     return True
+
+
+def _what_keeps_from_compiling() -> str:
+    """What torch has for the whole process, and looks at in silence. A later test's torch.compile would do nothing."""
+    if "torch" not in sys.modules:
+        return ""
+    from torch import _C
+    from torch._C import _len_torch_dispatch_stack
+    from torch.utils import _python_dispatch
+
+    dynamo = sys.modules.get("torch._dynamo")
+    found = []
+    if _python_dispatch._is_in_any_mode_without_ignore_compile_internals or _len_torch_dispatch_stack():
+        found.append("a dispatch mode")
+    if _C._is_torch_function_mode_enabled() and _C._len_torch_function_stack():
+        found.append("a function mode")
+    if dynamo is not None and dynamo.config.disable:
+        found.append("torch._dynamo.config.disable")
+    return ", ".join(found)

@@ -73,6 +73,7 @@ OTHERS = {
             "_per_optimizer_states",
             "_get_ddp_logging_data",
             "_set_ddp_runtime_logging_sample_rate",
+            "_stance",
             "_non_persistent_buffers_set",
             "_sleep",
         ),

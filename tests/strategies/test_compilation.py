@@ -7,8 +7,11 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +29,7 @@ from lightning.pytorch.utilities.compile import from_compiled
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import MeanMetric
 
 from azureml_strategy.strategies import AzureMLDDPStrategy
@@ -199,7 +203,7 @@ def fitted(make: Callable[[], Any], how: Any, data: Loader, callbacks: Any = (),
 
 
 def said(record: pytest.WarningsRecorder) -> list[str]:
-    words = ("compiled again", "could not be compiled", "compiled part is cut", "fits none")
+    words = ("compiled again", "could not be compiled", "compiled part is cut", "fits none", "compiled nothing")
     return [text for each in record if any(word in (text := str(each.message)) for word in words)]
 
 
@@ -332,6 +336,72 @@ def test_a_backend_that_fails_is_named_once_and_it_trains_uncompiled() -> None:
         compiled, _ = fitted(Net, "blocks", loader())
     assert len(said(record)) == 1
     assert compiled.losses == eager.losses
+
+
+class InThreads(Callback):
+    """Calls a block in threads at once, for the first time in a training."""
+
+    def __init__(self) -> None:
+        self.same: list[bool] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step:
+            return
+        block, inputs = pl_module.blocks[0], torch.ones(8, 8)
+        with patch.object(block, "_compiled_call_impl", None), torch.no_grad():
+            expected = block(inputs)
+
+        slowly = block.register_forward_pre_hook(lambda *_: time.sleep(0.01))
+
+        def call(_: int) -> None:
+            for _ in range(5):
+                with torch.no_grad():
+                    self.same.append(torch.allclose(block(inputs), expected))
+
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(call, range(4)))
+        slowly.remove()
+        assert "forward" not in vars(block)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "fails"])
+def test_a_part_that_threads_call_is_the_plain_one_afterwards(backend: str) -> None:
+    def fails(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no such luck")
+
+    eager, _ = fitted(Net, "off", loader(), limit_val_batches=0)
+    torch.compiler.set_default_backend(fails if backend == "fails" else backend)
+    called = InThreads()
+    with pytest.warns(UserWarning, match="no such luck") if backend == "fails" else nullcontext():
+        compiled, _ = fitted(Net, "blocks", loader(), [called], limit_val_batches=0)
+    assert called.same == [True] * 20
+    assert compiled.losses == pytest.approx(eager.losses, abs=1e-6)
+
+
+class CallsForward(Net):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first.forward(inputs)
+        for block in self.blocks:
+            hidden = block.forward(hidden)
+        return self.last.forward(hidden)
+
+
+SILENT = {
+    "a mode": (Net, lambda: FlopCounterMode(display=False), "_FlopCounterMode is on"),
+    "the variable": (Net, lambda: torch._dynamo.config.patch(disable=True), "TORCH_COMPILE_DISABLE=1"),
+    "a stance": (Net, lambda: torch.compiler.set_stance("force_eager"), r"torch.compiler.set_stance.* is in force"),
+    "forward": (CallsForward, nullcontext, "the steps have called none of these parts"),
+}
+
+
+@pytest.mark.parametrize("silent", SILENT)
+def test_that_nothing_is_compiled_is_said_once_with_the_reason(silent: str) -> None:
+    make, context, reason = SILENT[silent]
+    sentence = f"compile=blocks has compiled nothing in 2 steps: {reason}"
+    with context(), pytest.warns(UserWarning, match=sentence) as record:
+        _, graphs = fitted(make, "blocks", loader(64), limit_val_batches=0)
+    assert graphs == 0
+    assert len(said(record)) == 1
 
 
 def test_a_cut_graph_is_one_sentence_with_the_line() -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from rich.table import Table
 
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.control.channel import StoreLostError
-from azureml_strategy.control.store import ControlStore
+from azureml_strategy.control.store import ControlStore, ExchangeClosedError
 from azureml_strategy.interfaces import KeepsFiles
 from azureml_strategy.profiling.kernel_names import shorten
 from azureml_strategy.profiling.request import Profile
@@ -63,39 +64,50 @@ class Uploader:
         if run_id is not None:
             self._store.set(_KEY, json.dumps([run_id, address, socket.gethostname()]))
 
-    def send(self, files: Sequence[Path]) -> str:
-        """Send files. Return a sentence about those that remain only on this machine's disk, or an empty text."""
+    def find_run(self) -> str | None:
+        """Return what rank 0 has shared, for `send`; None on rank 0 itself, and where it has shared nothing.
+
+        It is asked before a trace is written and summed up: rank 0 may have ended by then, and the store with it.
+        """
+        if self._rank == 0 or self._store is None or not self._loggers:
+            return None
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        with suppress(StoreLostError, ExchangeClosedError):
+            while time.monotonic() < deadline:
+                if (message := self._store.get(_KEY)) is not None or self._store.pause(_PAUSE_SECONDS):
+                    return message
+        return None
+
+    def send(self, files: Sequence[Path], run: str | None) -> str:
+        """Send files to what `find_run` has returned.
+
+        Returns:
+            A sentence about those that remain only on this machine's disk, or an empty text.
+        """
         small = [each for each in files if each.stat().st_size <= MOST_UPLOADED_BYTES]
         large = [each.name for each in files if each not in small]
-        reason = self._try_to_send(small) if self._loggers else "there is no MLflow run"
+        reason = self._try_to_send(small, run) if self._loggers else "there is no MLflow run"
         if reason:
             return f"It stays there, as {reason}."
         limit = f"{MOST_UPLOADED_BYTES / 1e6:.0f} MB"
         return f"{', '.join(large)} stays there: it has more than {limit}." if large else ""
 
-    def _try_to_send(self, files: Sequence[Path]) -> str | None:
+    def _try_to_send(self, files: Sequence[Path], run: str | None) -> str | None:
         logger = self._loggers[0]
         if self._rank == 0:
             for each in files:
                 logger.log_file(each, FOLDER)
             return None
+        if run is None:
+            return "rank 0 has not told this rank the MLflow run"
+        run_id, address, host = json.loads(run)
         try:
-            if (message := self._wait_for_rank_0()) is None:
-                return "rank 0 has not told this rank the MLflow run"
-            run_id, address, host = json.loads(message)
             if logger.run_and_store()[1] != address or not (is_remote(address) or host == socket.gethostname()):
                 return f"the MLflow store of rank 0 cannot be reached from {socket.gethostname()}"
             for each in files:
                 logger.send_file(run_id, each, FOLDER)
-        except (RuntimeError, StoreLostError) as error:  # the tracking store, or the rendezvous store
+        except RuntimeError as error:  # the tracking store
             return f"MLflow does not take it: {redact_text(str(error))}"
-        return None
-
-    def _wait_for_rank_0(self) -> str | None:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while self._store is not None and time.monotonic() < deadline:
-            if (message := self._store.get(_KEY)) is not None or self._store.pause(_PAUSE_SECONDS):
-                return message
         return None
 
 
@@ -130,12 +142,13 @@ class ProfileWriter:
         # A second fit, or another run in this folder, counts its steps from 0 again.
         paths = (self._folder / f"{name}{f'_{number}' if number > 1 else ''}.json" for number in count(1))
         free = (each for each in paths if not each.exists() and not each.with_name(f"{each.name}.gz").exists())
+        run = self.uploader.find_run()
         with _writing:
             try:
                 plain = next(free)
                 session.write(plain)
                 trace, summary = self._sum_up(plain, plan.last)
-                where = self.uploader.send([trace] if summary is None else [trace, summary])
+                where = self.uploader.send([trace] if summary is None else [trace, summary], run)
                 if self._rank == 0 and summary is not None:
                     _print(json.loads(summary.read_text(encoding="utf-8")), steps, trace)
                 done(f"{steps} of rank {self._rank}: {trace}. {where}".strip())

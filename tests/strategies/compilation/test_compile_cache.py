@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import pickle
@@ -169,6 +170,23 @@ def test_the_last_process_removes_the_folder(tmp_path: Path, monkeypatch: pytest
     assert Path(folder, "ab/0").exists()
     last()
     assert not Path(folder).exists()
+
+
+def test_what_killed_processes_have_left_is_removed_after_a_day(tmp_path: Path) -> None:
+    disk, other = tmp_path / "disk", tmp_path / "mine"
+    folders = {name: disk / f"azureml_strategy_compiled_{name}" for name in ("left", "used", "new")}
+    for each in (*folders.values(), other):
+        each.mkdir()
+        (each / "code").touch()
+    (disk / "azureml_strategy_compiled_link").symlink_to(other)
+    used = os.open(folders["used"], os.O_RDONLY)
+    fcntl.flock(used, fcntl.LOCK_SH)
+    for each in (folders["left"], folders["used"], other):
+        os.utime(each, (0, 0))
+    fit(tmp_path, at(0))
+    os.close(used)
+    assert {name for name, folder in folders.items() if (folder / "code").exists()} == {"used", "new"}
+    assert (other / "code").exists()
 
 
 @pytest.mark.parametrize("root", ["memory://run", "https://account.blob/run"])

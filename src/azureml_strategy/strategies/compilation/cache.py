@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,9 @@ log = logging.getLogger(__name__)
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # A fit that ends waits for so long for the file, which the next attempt may need.
 _LAST_WAIT_SECONDS = 30.0
+_PREFIX = "azureml_strategy_compiled_"
+# What a process that was killed has left is removed after a day. Until then, its ranks may be about to use it.
+_OLD_SECONDS = 86_400.0
 # The folder that this process has made, or learned of, in place of torch's own.
 _own_folders: set[str] = set()
 
@@ -112,7 +116,8 @@ class CompileCache(IsolatedCallback):
 
             given = "" if given == os.path.abspath(default_cache_dir()) else given
         try:
-            folder = given or tempfile.mkdtemp(prefix="azureml_strategy_compiled_")
+            _remove_old_folders()
+            folder = given or tempfile.mkdtemp(prefix=_PREFIX)
         except OSError as error:
             log.warning("There is no folder for compiled code (%s), so none is loaded and none is kept.", error)
             return None
@@ -181,6 +186,16 @@ def _has_entries(folder: Path) -> bool:
             return next(entries, None) is not None
     except FileNotFoundError:
         return False
+
+
+def _remove_old_folders() -> None:
+    """Remove the folders that processes of this user have left as they were killed."""
+    for each in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another job removes it as well, or it is another user's
+            if time.time() - each.lstat().st_mtime > _OLD_SECONDS:
+                folder = os.open(each, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                _let_go(str(each), folder, os.getpid())
+                os.close(folder)
 
 
 def _use(folder: str, own: bool) -> None:

@@ -60,15 +60,27 @@ class CompiledKind:
     ) -> None:
         self._compiled = dynamo.compile_forward(name, mode)
         self._varies, self._settings, self._thread = varies, settings, threading.get_ident()
+        self._locks: dict[nn.Module, threading.RLock] = {}
+        self._is_settled = False
         self._known: set[Hashable] = set()
         self._first: dict[Hashable, tuple[torch.Size, ...]] = {}
         self._varying: defaultdict[Hashable, set[tuple[int, int]]] = defaultdict(set)
+
+    @property
+    def was_called(self) -> bool:
+        """Whether a module of this kind was called, other than within another graph."""
+        return bool(self._known)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a module of this kind."""
         if torch.compiler.is_compiling():  # it becomes part of another graph
             return dynamo.call_plain(module, *args, **kwargs)
-        return dynamo.call_with(module, functools.partial(self._forward, module), *args, **kwargs)
+        with self._locks.setdefault(module, threading.RLock()):  # the call replaces the module's forward
+            return dynamo.call_with(module, functools.partial(self._forward, module), *args, **kwargs)
+
+    def settle(self) -> None:
+        """Make no more graphs. What fits none of those that there are runs uncompiled."""
+        self._is_settled = True
 
     def _forward(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Hooks of FSDP2 and ZeRO give the forward other tensors than the call was given.
@@ -87,7 +99,10 @@ class CompiledKind:
             with torch.compiler.set_stance("force_eager"):
                 return forward(*args, **kwargs)
         # Activation checkpointing may compute a forward again in a thread of autograd's.
-        with nullcontext() if threading.get_ident() == self._thread else self._settings():
+        with (
+            nullcontext() if threading.get_ident() == self._thread else self._settings(),
+            torch.compiler.set_stance("eager_on_recompile") if self._is_settled else nullcontext(),
+        ):
             return self._compiled(forward, *args, **kwargs)
 
     def _mark_varying(self, key: Hashable, sizes: tuple[torch.Size, ...], tensors: list[Tensor]) -> None:
@@ -127,6 +142,7 @@ class Compilation:
             )
         self._changes = ExitStack()
         self._record: dynamo.Record | None = None  # from start to stop
+        self._kinds: list[CompiledKind] = []
         self._steps = 0
         self._says = False
         self._training = False
@@ -198,6 +214,7 @@ class Compilation:
         rank_zero_info(
             f"compile={self.how}: {listed or 'nothing'} in {len(kinds)} kinds, each compiled at its first use."
         )
+        self._kinds = [*kinds.values()]
         self._record = dynamo.Record()
 
     def before_batch(self, training: bool) -> None:
@@ -209,6 +226,8 @@ class Compilation:
         events, breaks = self._record.news()
         self._say_failures(event for event in events if event.failed)
         self._say_breaks(breaks)
+        if self._training and self._steps == _FIRST_STEPS and self._kinds and self._record.is_empty:
+            self._say_nothing()
         if self._training and self._steps > _FIRST_STEPS:  # an evaluation has graphs of its own
             self._count_surprises({event.function: event for event in events if event.recompiled})
         self._training = training
@@ -216,7 +235,7 @@ class Compilation:
 
     def stop(self) -> None:
         """Take everything off the module."""
-        self._record = None
+        self._record, self._kinds = None, []
         self._changes.close()
 
     def explain(self, exception: BaseException) -> None:
@@ -238,6 +257,11 @@ class Compilation:
         if called and (not isinstance(network, LightningModule) or is_overridden("forward", network)):
             yield network
         yield from networks_of(network)
+
+    def _say_nothing(self) -> None:
+        called = any(each.was_called for each in self._kinds)
+        reason = dynamo.why_nothing_compiles() if called else "the steps have called none of these parts as a module"
+        self._warn(f"compile={self.how} has compiled nothing in {_FIRST_STEPS} steps: {reason}.")
 
     def _say_failures(self, events: Iterable[dynamo.Event]) -> None:
         # torch tries what a function calls next, which fails for the same reason.
@@ -272,7 +296,8 @@ class Compilation:
                     f"{function} was compiled again in {_MOST_SURPRISES} steps. From now on, what "
                     "fits none of its graphs runs uncompiled."
                 )
-                self._changes.enter_context(torch.compiler.set_stance("eager_on_recompile"))
+                for kind in self._kinds:
+                    kind.settle()
 
     def _warn(self, sentence: str) -> None:
         if self._says:

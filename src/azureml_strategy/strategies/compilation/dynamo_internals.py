@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 import re
 import textwrap
 import types
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 # torch gives up after so many graphs of one function. Blocks may differ in numbers that are part of a graph.
 _GRAPHS_OF_A_KIND = 64
@@ -53,10 +55,16 @@ class Record:
     """What was compiled since the last look."""
 
     def __init__(self) -> None:
+        self._begun = _attempts()
         self._last: Any = None
         self._attempts = -1
         self._breaks: dict[str, Break] = {}
         self.news()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether torch has not tried to compile anything since this record began."""
+        return self._attempts == self._begun
 
     def news(self) -> tuple[list[Event], list[Break]]:
         """Return compilations, at most the last 64, which torch keeps, and where graphs were cut, each place once.
@@ -65,7 +73,7 @@ class Record:
         """
         from torch._dynamo import utils
 
-        attempts = utils.counters["frames"]["total"]
+        attempts = _attempts()
         if attempts == self._attempts:
             return [], []
         self._attempts = attempts
@@ -176,6 +184,26 @@ def modes() -> list[str]:
     import torch._inductor
 
     return list(torch._inductor.list_mode_options())
+
+
+def why_nothing_compiles() -> str:
+    """Return what has torch.compile run everything as it is, which it does in silence."""
+    from torch._dynamo import config, eval_frame
+
+    modes = [type(each).__name__ for each in _get_current_dispatch_mode_stack()]
+    if config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return "TORCH_COMPILE_DISABLE=1 or TORCHDYNAMO_DISABLE=1 is set"
+    if eval_frame._stance.stance != "default":
+        return f'torch.compiler.set_stance("{eval_frame._stance.stance}") is in force'
+    if modes:
+        return f"{modes[-1]} is on, and torch compiles nothing within such a mode"
+    return "torch compiles nothing within a TorchDispatchMode such as FlopCounterMode, or after one that was not left"
+
+
+def _attempts() -> int:
+    from torch._dynamo import utils
+
+    return int(utils.counters["frames"]["total"])
 
 
 def _can_isolate() -> bool:
