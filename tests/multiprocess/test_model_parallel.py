@@ -125,6 +125,7 @@ def assert_refused(refused: dict[str, str]) -> None:
     assert "matrix of 33 x 16, and 33 does not divide by 2" in refused["matrix"]
     assert "Resume with the sizes of the model" in refused["another model"]
     assert "is no distributed checkpoint: it holds nothing" in refused["another layout"]
+    assert "Write compile='off', or leave out activation checkpointing." in refused["compiled"]
 
 
 def assert_consolidates(folder: Path, model: Any) -> None:

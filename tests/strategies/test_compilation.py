@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import MeanMetric
 
-from azureml_strategy.strategies import AzureMLDDPStrategy
+from azureml_strategy.strategies import AzureMLDDPStrategy, AzureMLDeepSpeedStrategy, AzureMLModelParallelStrategy
 from azureml_strategy.strategies.compilation.parts import find_blocks
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.process_group import end_process_group
@@ -336,6 +336,30 @@ def test_a_backend_that_fails_is_named_once_and_it_trains_uncompiled() -> None:
         compiled, _ = fitted(Net, "blocks", loader())
     assert len(said(record)) == 1
     assert compiled.losses == eager.losses
+
+
+@pytest.mark.parametrize(
+    ("make", "instead"),
+    [
+        (lambda: AzureMLDeepSpeedStrategy(stage=3, compile="whole"), "compile='blocks', which gathers each block"),
+        (lambda: AzureMLModelParallelStrategy(compile="whole"), "compile='blocks'"),
+    ],
+    ids=["ZeRO-3", "FSDP2"],
+)
+def test_what_gathers_parameters_between_parts_is_not_compiled_as_a_whole(
+    make: Callable[[], object], instead: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"compile='whole' has one graph.*{instead}"):
+        make()
+
+
+def test_zero_3_says_that_it_compiles_nothing_of_a_module_without_blocks() -> None:
+    strategy = AzureMLDeepSpeedStrategy(stage=3, compile="blocks")
+    strategy._lightning_module = Plain(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)))
+    with pytest.warns(UserWarning, match=r"compiles nothing: Plain repeats no part.*sharded_blocks.*stage=2"):
+        assert [*strategy.trained_networks()] == []
+    strategy._lightning_module = Net()
+    assert [*strategy.trained_networks()] == [strategy._lightning_module]
 
 
 class InThreads(Callback):

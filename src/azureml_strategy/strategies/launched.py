@@ -40,6 +40,7 @@ from azureml_strategy.lightning_internals import (
     default_process_group_backend,
     follow_together,
     is_interactive,
+    log_in_place,
 )
 from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.network.session import prepare_network
@@ -361,6 +362,7 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         keep_averages(trainer, self.precision_plugin.precision)
+        log_in_place(trainer)
         super().setup(trainer)
 
     @override

@@ -40,10 +40,10 @@ def reduce_over_ranks(tensor: Tensor, group: Any = None, reduce_op: Any = "mean"
     whole_numbers = not (tensor.is_floating_point() or tensor.is_complex())
     kept = averages and whole_numbers
     wide = tensor.to(_wide_type(tensor.dtype, operation), copy=kept)
-    size = 1
-    if dist.is_available() and dist.is_initialized():
+    size = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    if size > 1:
         dist.all_reduce(wide, op=operation, group=group)
-        size = max(dist.get_world_size(group), 1)  # -1 on a rank outside of the group
+    size = max(size, 1)  # -1 on a rank outside of the group
     if kept:
         # A model in 16 bits makes them torch's default type while its steps run.
         default = torch.get_default_dtype()

@@ -34,7 +34,7 @@ from azureml_strategy.strategies import (
 )
 
 RANKS = int(os.environ["WORLD_SIZE"])
-STEPS, BATCH, WIDTH = 8, 4, 8
+STEPS, BATCH, WIDTH = 20, 4, 8
 # Small parameters would stay whole under stage 3.
 CUTS_ALL = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 2**16}
 STRATEGIES: dict[str, Callable[..., Strategy]] = {

@@ -265,6 +265,7 @@ def refused(folder: Path) -> dict[str, str]:
         "matrix": (sharded(2), Transformer(width=16), None),
         "another model": (sharded(), Transformer(width=32), folder / "fsdp.ckpt"),
         "another layout": (sharded(), Transformer(), folder / "empty"),
+        "compiled": (sharded(2, activation_checkpointing=True, compile="blocks"), Transformer(), None),
     }
     cases["heads"][1].tensor_parallel_counts = lambda: {"heads": 5}
     cases["matrix"][1].blocks[0].up = nn.Linear(16, 33)

@@ -10,6 +10,7 @@ from azureml_strategy.strategies.zero import checkpoint as universal
 from azureml_strategy.strategies.zero.checkpoint import (
     convert,
     correct_stage_3,
+    keep_kernels,
     remove_previous_files,
     require_convertible,
     require_same_slices,
@@ -113,3 +114,29 @@ def test_another_deepspeed_is_not_corrected_in_silence(tmp_path: Path, monkeypat
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     with pytest.raises(MisconfigurationException, match=r"0\.20\.1 is installed.*deepspeed==0\.19\.\*"):
         correct_stage_3(optimizer, tmp_path)
+
+
+@pytest.mark.parametrize("fused", [True, None])
+def test_an_optimizer_keeps_its_own_kernels_and_goes_on(fused: bool | None) -> None:
+    """DeepSpeed sets the groups and the state of the process that saved, which may have had others."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    optimizer = torch.optim.AdamW([weight], fused=fused)
+    optimizer.step()
+    before = [group["fused"] for group in optimizer.param_groups]
+    optimizer.param_groups[0]["fused"] = None if fused else True
+    keep_kernels(optimizer, before)
+    assert [group["fused"] for group in optimizer.param_groups] == [fused]
+    optimizer.step()
+    assert optimizer.state[weight]["step"] == 2
+
+
+def test_a_fused_kernel_reads_its_step_where_the_weights_are() -> None:
+    weight, plain, new = (torch.nn.Parameter(torch.empty(4, device="meta")) for _ in range(3))
+    optimizer = torch.optim.AdamW([{"params": [weight, new]}, {"params": [plain]}])
+    for each in (weight, plain):
+        optimizer.state[each]["step"] = torch.tensor(2.0)
+    keep_kernels(optimizer, [True, False])
+    assert optimizer.state[weight]["step"].device.type == "meta"
+    assert optimizer.state[plain]["step"].device.type == "cpu"
+    assert new not in optimizer.state
