@@ -32,6 +32,7 @@ def test_the_next_attempt_compiles_nothing(
     for name, value in {
         **SHARED_MACHINE,
         "RESULTS": str(results),
+        "PYTHONPATH": str(SCRIPTS.parents[2]),  # of `tests`, which a fresh interpreter does not know
         "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
         "TORCHINDUCTOR_VEC_ISA_OK": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tests.multiprocess.conftest import Job, RunJob
+from tests.multiprocess.conftest import SCRIPTS, Job, RunJob
 
 
 class Attempts:
@@ -29,6 +29,7 @@ class Attempts:
         compiler.chmod(0o700)
         variables = {
             "TMPDIR": str(disk),
+            "PYTHONPATH": str(SCRIPTS.parents[2]),  # of `tests`, which a fresh interpreter does not know
             "PATH": f"{disk}:{os.environ['PATH']}",
             "CXX": "g++",
             # A header for all kernels, and trials of instruction sets, take longer than these kernels.
