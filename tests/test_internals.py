@@ -53,6 +53,7 @@ OTHERS = {
             "_get_layout",
             "_neg_view",
             "_parameters",
+            "_version",
             "_world",
         ),
         *("_fsdp_param_group", "_fsdp_param_groups", "_get_fsdp_state", "_is_root", "_module_info", "_state_ctx"),

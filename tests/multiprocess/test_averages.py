@@ -33,7 +33,7 @@ def alone(model: Path) -> Facts:
         import averages
 
         learned = {kind: averages.learned(kind, "auto", str(model), 1, 1) for kind in ("tokens", "images", "chats")}
-        return {"logged": averages.logged("auto"), **learned}
+        return {"logged": averages.logged("auto"), **learned, "chunks": learned["chats"]}
 
 
 @pytest.mark.parametrize(("ranks", "strategies"), _CASES)

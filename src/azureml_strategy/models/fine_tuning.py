@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -17,6 +17,7 @@ from azureml_strategy.huggingface.loading import load_pretrained
 from azureml_strategy.huggingface.sources import PretrainedModelError
 from azureml_strategy.huggingface.token_loss import adds_to_loss, token_losses
 from azureml_strategy.interfaces import IGNORED_LABEL
+from azureml_strategy.models.fine_tuning_loss import loss_in_chunks, only_the_loss_is_seen, passes_logits_on
 from azureml_strategy.models.language_model import NextTokenModule
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class FineTuner(NextTokenModule):
         self.save_hyperparameters(logger=False)
         self.model: PreTrainedModel | Any = None
         self._weights = 0
+        self._passes_logits_on = False
         self._warned_of: set[str] = set()  # keys of batches
         self._accepted: set[str] | None = None  # by the model's forward; looked up once, as it takes some time
 
@@ -108,6 +110,7 @@ class FineTuner(NextTokenModule):
                 f"it is another model's. Write data.tokenizer={settings['path']}."
             )
         self._weights = sum(getattr(each, "ds_numel", each.numel()) for each in model.parameters())
+        self._passes_logits_on = passes_logits_on(model)
         self.model = self._with_adapters(model) if settings["lora_rank"] else model
 
     @override
@@ -182,12 +185,21 @@ class FineTuner(NextTokenModule):
         They are one tensor if the model adds nothing to the cross-entropy.
         """
         labels = batch["shift_labels"]
-        with token_losses(self._pretrained) if adds_to_loss(self._pretrained) else nullcontext() as entropies:
+        with self._loss_function(labels, tokens) as entropies:
             outputs = self.model(
                 **self._inputs(batch), labels=labels, shift_labels=labels, num_items_in_batch=tokens, use_cache=False
             )
         loss: Tensor = outputs.loss
         return loss, loss if entropies is None else entropies[-1]
+
+    def _loss_function(self, labels: Tensor, tokens: Tensor) -> AbstractContextManager[list[Tensor] | None]:
+        """Return what collects the cross-entropies of a model that adds to them, or computes those of others."""
+        model = self._pretrained
+        if adds_to_loss(model):
+            return token_losses(model)
+        if self._passes_logits_on and only_the_loss_is_seen(model, self.model):
+            return loss_in_chunks(model, labels, tokens)
+        return nullcontext()
 
     def _with_adapters(self, model: PreTrainedModel) -> Any:
         import peft

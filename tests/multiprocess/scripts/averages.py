@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch.distributed import ReduceOp
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from azureml_strategy.cluster.data_parallel import data_parallel_size
-from azureml_strategy.models import FineTuner, GPTConfig, ImageClassifier, LanguageModel
+from azureml_strategy.models import FineTuner, GPTConfig, ImageClassifier, LanguageModel, fine_tuning_loss
 
 IGNORED, CLASSES = -100, 8
 TYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
@@ -200,7 +201,7 @@ def made(kind: str, folder: str) -> tuple[LightningModule, TensorDataset, Tensor
         labels = torch.randint(16, (55, 8), generator=random)
         labels[torch.arange(8) >= torch.randint(1, 9, (55, 1), generator=random)] = IGNORED
         config = GPTConfig(vocab_size=16, context=8, layers=2, width=16, heads=2, mlp_width=32)
-        module = Chats(folder) if kind == "chats" else Tokens(config)
+        module = Tokens(config) if kind == "tokens" else Chats(folder)
     return module, TensorDataset(data[:48], labels[:48]), TensorDataset(data[48:], labels[48:])
 
 
@@ -225,7 +226,10 @@ def learned(kind: str, strategy: Any, folder: str, replicas: int, accumulate: in
     """The evaluation after two steps of 24 samples each: of gradients that are scaled otherwise, it is another."""
     module, training, evaluation = made(kind, folder)
     trainer = quiet_trainer(strategy=strategy, accumulate_grad_batches=accumulate, gradient_clip_val=0.5)
-    trainer.fit(module, datamodule=InOrder(training, 24 // accumulate // replicas, evaluation))
+    # FineTuner computes the loss of many logits in chunks, and that of few ones if it is told that they are many.
+    with mock.patch.object(fine_tuning_loss, "takes_chunks", return_value=kind == "chunks") as asked:
+        trainer.fit(module, datamodule=InOrder(training, 24 // accumulate // replicas, evaluation))
+    assert asked.called == isinstance(module, FineTuner)
     return {name: float(each) for name, each in trainer.callback_metrics.items() if name.startswith("val/")}
 
 
@@ -255,11 +259,11 @@ def _local() -> Any:
 
 # How each strategy is made, how many ranks compute a sample together, and which of the modules it trains.
 STRATEGIES: dict[str, tuple[Any, int, str]] = {
-    "ddp": (lambda: "azureml_ddp", 1, "tokens images chats"),
+    "ddp": (lambda: "azureml_ddp", 1, "tokens images chats chunks"),
     "zero_1": (lambda: _zero(stage=1), 1, "tokens"),
     "zero_2": (lambda: _zero(stage=2), 1, "tokens images"),
-    "zero_3": (lambda: _zero(stage=3), 1, "tokens chats"),
-    "sharded": (lambda: _parallel(tensor_parallel_size=1), 1, "tokens images chats"),
+    "zero_3": (lambda: _zero(stage=3), 1, "tokens chats chunks"),
+    "sharded": (lambda: _parallel(tensor_parallel_size=1), 1, "tokens images chats chunks"),
     "tensor": (lambda: _parallel(tensor_parallel_size=2), 2, "tokens"),
     "sequence": (lambda: _parallel(sequence_parallel_size=2), 2, "tokens"),
     "pipeline": (_pipeline, 2, "tokens images"),
