@@ -219,7 +219,7 @@ def test_pretrained_memory(tmp_path: Path) -> None:
 
 
 def test_loss_memory(tmp_path: Path) -> None:
-    figures = run("loss_memory", tmp_path, "--tokens=512", "--width=32", "--rounds=1", "--warmup=0")
+    figures = run("loss_memory", tmp_path, *"--tokens=4096 --vocabulary=8192 --width=32 --rounds=1 --warmup=0".split())
     assert figures["met"] == {"saved_bytes": True, "peak_bytes": True}
     for kind in ("float32", "bfloat16"):
         ours, theirs = (figures["cases"][f"{name}, {kind}"]["loss"]["median"] for name in ("in chunks", "of logits"))
