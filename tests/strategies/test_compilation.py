@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import os
 import pickle
 import subprocess
@@ -47,6 +49,12 @@ class Block(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return inputs + self.down(torch.relu(self.up(inputs)))
+
+
+class Wide(Block):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
 
 
 class Counting(Block):
@@ -203,7 +211,14 @@ def fitted(make: Callable[[], Any], how: Any, data: Loader, callbacks: Any = (),
 
 
 def said(record: pytest.WarningsRecorder) -> list[str]:
-    words = ("compiled again", "could not be compiled", "compiled part is cut", "fits none", "compiled nothing")
+    words = (
+        "compiled again",
+        "could not be compiled",
+        "compiled part is cut",
+        "fits none",
+        "compiled nothing",
+        "so far",
+    )
     return [text for each in record if any(word in (text := str(each.message)) for word in words)]
 
 
@@ -448,6 +463,61 @@ def test_a_number_that_changes_is_named_once_and_not_compiled_for_ever() -> None
     assert "From now on" in given_up
     assert graphs <= 12 < len(compiled.losses)
     assert compiled.losses == pytest.approx(eager.losses, abs=1e-6, nan_ok=True)
+
+
+class Scaled(Block):
+    """Each has a number of its own, which is part of its graph."""
+
+    made = itertools.count()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1 - next(self.made) / 1000
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + self.scale * self.down(torch.relu(self.up(inputs)))
+
+
+class Cache:
+    """Keeps what it is given, as in the generation of a text."""
+
+    kept = torch.empty(0, 8)
+
+    def add(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.kept = torch.cat([self.kept, inputs])
+        return self.kept
+
+
+class Remembering(Block):
+    def forward(self, inputs: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
+        return super().forward(inputs if cache is None else cache.add(inputs).mean(0, keepdim=True))
+
+
+class Generates(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        cache, hidden = Cache(), self.first(batch[0][:1])
+        for _ in range(12):
+            hidden = self.blocks[0](hidden, cache)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: Net(*[Scaled] * 10), r"`Scaled` has .* graphs so far.*__self__\.scale"),
+        (lambda: Generates(Remembering, Remembering), r"`Remembering` has .* graphs so far.*kept.*size mismatch"),
+    ],
+    ids=["blocks that differ in a number", "an evaluation with a cache that grows"],
+)
+def test_many_graphs_of_a_kind_are_named_once(make: Callable[[], Any], reason: str) -> None:
+    with pytest.warns(UserWarning, match=reason) as record:
+        fitted(make, "blocks", loader(64))
+    assert len(said(record)) == 1
+
+
+def test_kinds_of_one_class_have_several_graphs_each_without_a_word(recwarn: pytest.WarningsRecorder) -> None:
+    widths = [width for width in (16, 24, 32, 40, 48) for _ in range(2)]
+    fitted(lambda: Net(*[functools.partial(Wide, width) for width in widths]), "blocks", loader(29))
+    assert said(recwarn) == []
 
 
 class Watches(Callback):

@@ -8,6 +8,7 @@ import os
 import platform
 import tarfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
 
@@ -190,6 +191,32 @@ def test_a_folder_of_another_user(kept: Path, tmp_path: Path, monkeypatch: pytes
         read_cache(kept, tmp_path / "again", HERE)
 
 
+@pytest.mark.parametrize("mode", [0o666, 0o620, 0o602])
+def test_a_file_that_others_may_write_to(kept: Path, tmp_path: Path, mode: int) -> None:
+    """They may have written to it before the folder was made private, as a warning advises."""
+    kept.chmod(mode)
+    with pytest.raises(UnfitError, match="it belongs to somebody else, or others may write to it"):
+        read_cache(kept, tmp_path / "again", HERE)
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_file_of_another_user(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_file, "is_private", lambda folder: True)
+    monkeypatch.setattr(os, "getuid", lambda: kept.stat().st_uid + 1)
+    with pytest.raises(UnfitError, match="it belongs to somebody else"):
+        read_cache(kept, tmp_path / "again", HERE)
+
+
+@pytest.mark.parametrize("umask", [0, 0o002])
+def test_a_file_of_a_process_that_lets_others_write(kept: Path, tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_cache(kept, tmp_path / "compiled", CODE, HERE)
+    finally:
+        os.umask(before)
+    assert sorted(read_cache(kept, tmp_path / "again", HERE)) == sorted(CODE)
+
+
 def test_a_link_to_a_folder(kept: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(kept.parent)
@@ -202,11 +229,14 @@ def test_a_link_to_a_folder(kept: Path, tmp_path: Path) -> None:
     ("kind", "trusted"), [("fuse", True), ("fuse.blobfuse2", True), ("cifs", True), ("ext4", False)]
 )
 def test_on_a_mount_of_storage_owners_are_made_up(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, kind: str, trusted: bool
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, trusted: bool
 ) -> None:
     monkeypatch.setattr(cache_file, "filesystem_of", lambda folder: kind)
     kept.parent.chmod(0o777)
+    kept.chmod(0o777)
     assert is_trusted(kept.parent) is trusted
+    with nullcontext() if trusted else pytest.raises(OutsideError):
+        read_cache(kept, tmp_path / "again", HERE)
 
 
 def test_what_is_not_kept(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ It holds files of the folder that torch's compiler keeps its results in (`TORCHI
 `torch.compiler.save_cache_artifacts` holds less: the graphs of its own process alone, and for none of them the
 libraries that the C++ compiler has made, which takes most of the time on a CPU.
 
-Whoever can write this file can run code in the process that loads it. So it is read only from a folder that belongs to
-this user alone. On a mount of storage, which invents owners, the access to the storage decides, as for the job's code.
+Whoever can write this file can run code in the process that loads it. So it is read only if it belongs to this user
+alone, and the folder as well. On a mount of storage, which invents owners, the access to the storage decides, as for
+the job's code.
 """
 
 from __future__ import annotations
@@ -64,11 +65,12 @@ class UnfitError(ValueError):
 
 def is_trusted(folder: Path) -> bool:
     """Whether code that lies in a folder may be run: nobody else can write there, or the storage decides who can."""
-    if is_private(folder):
-        return True
+    return is_private(folder) or (_invents_owners(folder) and folder.is_dir() and not folder.is_symlink())
+
+
+def _invents_owners(folder: Path) -> bool:
     filesystem = filesystem_of(folder) or ""
-    storage = filesystem.startswith(_WITHOUT_OWNERS) and filesystem not in _WITH_OWNERS
-    return storage and folder.is_dir() and not folder.is_symlink()
+    return filesystem.startswith(_WITHOUT_OWNERS) and filesystem not in _WITH_OWNERS
 
 
 def conditions(device: torch.device) -> dict[str, str]:
@@ -153,6 +155,8 @@ def write_cache(path: Path, folder: Path, names: Iterable[str], here: dict[str, 
     header = {"format": _FORMAT, "sha256": hashlib.sha256(packed).hexdigest(), "conditions": here}
     whole = json.dumps(header).encode() + b"\n" + packed
     write_atomically(path, whole)
+    if not _invents_owners(path.parent):
+        path.chmod(0o600)  # with a umask of 002 or 0, others could write to it, and it would not be read
     return len(whole)
 
 
@@ -176,6 +180,10 @@ def _payload(path: Path, here: dict[str, str]) -> bytes:
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise UnfitError("it is no file")
+    # Others may have put it there, or changed it, before the folder was made private.
+    is_own = status.st_uid == os.getuid() and not status.st_mode & 0o022
+    if not is_own and not _invents_owners(path.parent):
+        raise UnfitError("it belongs to somebody else, or others may write to it")
     if status.st_size > MOST_BYTES + _LONGEST_HEADER:
         raise UnfitError(f"it has {status.st_size:,} bytes, and at most {MOST_BYTES:,} are written")
     head, _, packed = read_whole(path).partition(b"\n")

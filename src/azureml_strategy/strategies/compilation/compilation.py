@@ -38,6 +38,8 @@ Compile = Literal["blocks", "whole", "off"]
 _FIRST_STEPS = 2
 # After so many later steps in which a function was compiled again, no more graphs are made.
 _MOST_SURPRISES = 8
+# A kind has graphs for training and evaluation, for inputs with and without gradients, for one size and for any.
+_GRAPHS_OF_A_KIND = 8
 # How many names or reasons a message lists.
 _SHOWN = 3
 
@@ -58,6 +60,7 @@ class CompiledKind:
     def __init__(
         self, name: str, mode: str | None, varies: bool, settings: Callable[[], AbstractContextManager[None]]
     ) -> None:
+        self.name = name
         self._compiled = dynamo.compile_forward(name, mode)
         self._varies, self._settings, self._thread = varies, settings, threading.get_ident()
         self._locks: dict[nn.Module, threading.RLock] = {}
@@ -147,6 +150,7 @@ class Compilation:
         self._says = False
         self._training = False
         self._surprises: Counter[str] = Counter()
+        self._graphs: Counter[str] = Counter()
         self._said: set[str] = set()  # reasons of failures
 
     @property
@@ -191,6 +195,7 @@ class Compilation:
         self.stop()
         self._steps, self._says, self._training = 0, says, False
         self._surprises.clear()
+        self._graphs.clear()
         self._said.clear()
         parts = self.parts(networks)
         settings = functools.partial(
@@ -226,6 +231,7 @@ class Compilation:
         events, breaks = self._record.news()
         self._say_failures(event for event in events if event.failed)
         self._say_breaks(breaks)
+        self._say_many([event for event in events if event.recompiled])
         if self._training and self._steps == _FIRST_STEPS and self._kinds and self._record.is_empty:
             self._say_nothing()
         if self._training and self._steps > _FIRST_STEPS:  # an evaluation has graphs of its own
@@ -281,6 +287,24 @@ class Compilation:
                 f"A compiled part is cut at {listed}. What comes before and after is compiled apart, which is slower. "
                 "Take the line out of the forward pass, or leave it if it is rare."
             )
+
+    def _say_many(self, recompiled: list[dynamo.Event]) -> None:
+        """Warn of kinds that need many graphs at once: blocks differ in a number, or an evaluation has a growing cache.
+
+        No number of steps tells of these.
+        """
+        if not recompiled:
+            return
+        kinds = Counter(f"`{each.name}`" for each in self._kinds)
+        for event in recompiled:
+            self._graphs[event.function] += 1
+            most = _GRAPHS_OF_A_KIND * kinds[event.function]
+            if self._graphs[event.function] == most > 0 and not self._surprises[event.function]:
+                self._warn(
+                    f"{event.function} has needed more than {most} graphs so far, one as: {event.recompiled}. Each "
+                    "costs as much as many steps. If the blocks differ in a number, make it a buffer; if an evaluation "
+                    "has a cache that grows, allocate all of it at once, or write compile=off."
+                )
 
     def _count_surprises(self, recompiled: dict[str, dynamo.Event]) -> None:
         for function, event in recompiled.items():
