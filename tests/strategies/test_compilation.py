@@ -167,6 +167,36 @@ class FailsLater(Net):
         return super().training_step(batch, batch_idx)
 
 
+class Experts(Net):
+    """Its loop cannot be compiled, and calls blocks with as many samples as fall to each."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        outputs = torch.zeros_like(hidden)
+        for index, block in enumerate(self.blocks):
+            chosen = (hidden.argmax(1) % len(self.blocks) == index).nonzero()[:, 0]  # of a size that depends on data
+            outputs = outputs.index_add(0, chosen, block(hidden[chosen]))
+        return self.last(outputs)
+
+
+class Reads(Net):
+    """Torch compiles no LSTM."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.network(self.first(inputs))[0])
+
+
+class ReadsInStep(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = nn.functional.mse_loss(self.network(batch[0])[0].mean(-1, keepdim=True), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+
 class Shortens(Plain):
     """Its sequences have another length in each step."""
 
@@ -449,6 +479,21 @@ def test_a_cut_graph_is_one_sentence_with_the_line() -> None:
         compiled, _ = fitted(lambda: Net(Branching, Branching), "blocks", loader(), limit_val_batches=0)
     assert len(said(record)) == 1
     assert compiled.losses == fitted(lambda: Net(Branching, Branching), "off", loader())[0].losses
+
+
+def test_parts_that_a_cut_forward_calls_have_graphs_of_their_own(recwarn: pytest.WarningsRecorder) -> None:
+    def messages(make: Callable[[], Net]) -> list[str]:
+        recwarn.clear()
+        compiled, _ = fitted(make, "whole", loader(64), limit_val_batches=0)
+        assert compiled.losses == fitted(make, "off", loader(64), limit_val_batches=0)[0].losses
+        return said(recwarn)
+
+    (of_layer,) = messages(lambda: ReadsInStep(nn.LSTM(4, 8)))
+    assert "cut at `LSTM` (" in of_layer
+    (of_line,) = messages(Experts)
+    assert f"({__file__}:" in of_line
+    (of_line,) = messages(lambda: Reads(nn.LSTM(8, 8)))
+    assert f"({__file__}:" in of_line
 
 
 def test_a_number_that_changes_is_named_once_and_not_compiled_for_ever() -> None:

@@ -63,6 +63,9 @@ class CompiledKind:
         self.name = name
         self._compiled = dynamo.compile_forward(name, mode)
         self._varies, self._settings, self._thread = varies, settings, threading.get_ident()
+        # A part may be called by the rest of a forward whose graph is cut. It has its own graph there as well.
+        dynamo.not_by_itself(CompiledKind.__call__)
+        self._call_outside = torch.compiler.disable(self._call)  # type: ignore[no-untyped-call]
         self._locks: dict[nn.Module, threading.RLock] = {}
         self._is_settled = False
         self._known: set[Hashable] = set()
@@ -78,12 +81,15 @@ class CompiledKind:
         """Call a module of this kind."""
         if torch.compiler.is_compiling():  # it becomes part of another graph
             return dynamo.call_plain(module, *args, **kwargs)
-        with self._locks.setdefault(module, threading.RLock()):  # the call replaces the module's forward
-            return dynamo.call_with(module, functools.partial(self._forward, module), *args, **kwargs)
+        return self._call_outside(module, *args, **kwargs)
 
     def settle(self) -> None:
         """Make no more graphs. What fits none of those that there are runs uncompiled."""
         self._is_settled = True
+
+    def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with self._locks.setdefault(module, threading.RLock()):  # the call replaces the module's forward
+            return dynamo.call_with(module, functools.partial(self._forward, module), *args, **kwargs)
 
     def _forward(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Hooks of FSDP2 and ZeRO give the forward other tensors than the call was given.
@@ -229,8 +235,9 @@ class Compilation:
         if self.replays_graphs:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         events, breaks = self._record.news()
-        self._say_failures(event for event in events if event.failed)
-        self._say_breaks(breaks)
+        failures = [event for event in events if event.failed]
+        self._say_failures(failures)
+        self._say_breaks([each for each in breaks if not any(_is_told(each, event) for event in failures)])
         self._say_many([event for event in events if event.recompiled])
         if self._training and self._steps == _FIRST_STEPS and self._kinds and self._record.is_empty:
             self._say_nothing()
@@ -340,6 +347,11 @@ def _unless_redirected(module: nn.Module, call: Callable[..., Any]) -> Callable[
         return call(*args, **kwargs) if is_own else dynamo.call_plain(module, *args, **kwargs)
 
     return choose
+
+
+def _is_told(cut: dynamo.Break, failure: dynamo.Event) -> bool:
+    """Whether a failure is about the same line, before and after which nothing is compiled, or the same layer."""
+    return f"({cut.place})" in str(failure.failed) or (cut.is_layer and cut.reason in str(failure.failed))
 
 
 def _batches_vary(loaders: Any) -> bool:

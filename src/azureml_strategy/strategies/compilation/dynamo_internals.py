@@ -45,10 +45,17 @@ class Event(NamedTuple):
 
 
 class Break(NamedTuple):
-    """A line at which a graph was cut, `FILE:LINE`, and torch's reason."""
+    """Where a graph was cut.
+
+    Attributes:
+        place: `FILE:LINE`, or the name of a layer of torch's that no function of the user's calls in a graph.
+        reason: torch's.
+        is_layer: whether the place is a layer.
+    """
 
     place: str
     reason: str
+    is_layer: bool
 
 
 class Record:
@@ -103,6 +110,16 @@ def compile_forward(name: str, mode: str | None) -> Callable[..., Any]:
 
 def _call(forward, *args, **kwargs):  # type: ignore[no-untyped-def]
     return forward(*args, **kwargs)
+
+
+def not_by_itself(function: Callable[..., Any]) -> None:
+    """Have torch make no graph of a function's own. It can still become part of the graph of what calls it.
+
+    torch would make one if the function is called by the rest of a forward whose graph is cut.
+    """
+    from torch._dynamo.decorators import skip_code  # type: ignore[attr-defined]  # all versions have it there
+
+    skip_code(function.__code__)
 
 
 def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
@@ -239,4 +256,8 @@ def _break(cut: Any) -> Break | None:
     if cut.reason.startswith(_DISABLED):
         return None
     lines = [each for each in cut.user_stack if not each.filename.startswith(_TORCH)]
-    return Break(f"{lines[-1].filename}:{lines[-1].lineno}", _first_words(cut.reason)) if lines else None
+    if not lines:
+        return None
+    is_layer = lines[-1].filename == __file__
+    place = f"`{lines[-1].name}`" if is_layer else f"{lines[-1].filename}:{lines[-1].lineno}"
+    return Break(place, _first_words(cut.reason), is_layer)
