@@ -214,8 +214,9 @@ class OutputLayer(NormalLinear):
         The number is what `mean_cross_entropy` gives for the logits. Many logits are computed in chunks, see
         `takes_chunks`.
         """
-        # A matrix that is cut over ranks, quantized, or computed of other parameters is left to torch.
-        if targets is None or type(self.weight) is not nn.Parameter:
+        # A matrix that is cut over ranks, quantized, or computed of other parameters is left to torch, and so is a bias
+        # that a user has added.
+        if targets is None or self.bias is not None or type(self.weight) is not nn.Parameter:
             logits = super().forward(hidden)
             return logits if targets is None else mean_cross_entropy(logits.flatten(0, 1), targets.flatten())
         if takes_chunks(self.weight, targets):
