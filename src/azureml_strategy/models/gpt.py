@@ -101,7 +101,8 @@ class CausalSelfAttention(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map `(N, T, width)` to `(N, T, width)`."""
         matrices = (self.query, self.key, self.value)
-        together = autocasts(hidden) and all(map(called_plainly, matrices))
+        alike = len({matrix.bias is None for matrix in matrices}) == 1  # a user may have taken a bias away
+        together = autocasts(hidden) and alike and all(map(called_plainly, matrices))
         states = joined(hidden, matrices) if together else [matrix(hidden) for matrix in matrices]
         query, key, value = map(self._heads, states)
         if self.sequence is not None:  # all tokens, so that `rotate` counts from the first
