@@ -148,6 +148,17 @@ def test_under_autocast_attention_is_that_of_three_products(config: GPTConfig, m
     assert len(_products(attention, hidden)) == 4, "a copy of the matrices would be kept"
 
 
+@pytest.mark.parametrize("without", [["key"], ["query", "value"], ["query", "key", "value"]])
+def test_under_autocast_attention_may_lack_biases(without: list[str]) -> None:
+    """GPT-2's, whose keys need none, as a bias of theirs changes no attention."""
+    attention, hidden = CausalSelfAttention(GPT2), torch.randn(2, 16, 32)
+    for name in without:
+        getattr(attention, name).bias = None
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention(hidden)
+    torch.testing.assert_close(found.float(), attention(hidden), rtol=5e-2, atol=1e-3)
+
+
 def _products(module: nn.Module, hidden: torch.Tensor) -> list[str]:
     from torch.utils._python_dispatch import TorchDispatchMode
 

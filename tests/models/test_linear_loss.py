@@ -136,6 +136,31 @@ def test_targets_of_another_shape_are_refused() -> None:
         linear_cross_entropy(hidden, weight, targets[:, 1:])
 
 
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("target", [CLASSES, CLASSES + 1, -1])
+@pytest.mark.parametrize("few_logits", [0, 2**24], ids=["chunks", "logits"])
+def test_a_target_that_is_no_class_is_an_error(target: int, few_logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where rows were added to the matrix: their probability is zero, so the loss would be infinite in silence."""
+    monkeypatch.setattr(linear_loss, "_FEW_LOGITS", few_logits)
+    hidden, _, targets = data()
+    targets[2, 3] = target
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        OutputLayer(WIDTH, CLASSES, bias=False)(hidden, targets)
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("few_logits", [0, 2**24], ids=["chunks", "logits"])
+def test_a_bias_that_a_user_has_added_counts(few_logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_loss, "_FEW_LOGITS", few_logits)
+    hidden, _, targets = data()
+    layer = OutputLayer(WIDTH, CLASSES, bias=False)
+    layer.bias = nn.Parameter(torch.linspace(-2, 2, CLASSES))
+    loss = layer(hidden, targets)
+    assert torch.equal(loss, mean_cross_entropy(layer(hidden).flatten(0, 1), targets.flatten()))
+    loss.backward()
+    assert layer.bias.grad.any()
+
+
 @pytest.mark.parametrize(
     ("tokens", "classes", "dtype", "expected"),
     [

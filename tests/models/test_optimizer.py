@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -157,6 +158,20 @@ def test_a_loaded_state_does_not_choose_the_kernel(kind: type[AdamW | SGD], befo
         step(parameter, optimizer)
         step(other, resumed)
     torch.testing.assert_close(other, parameter, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3])
+def test_a_state_of_another_number_of_groups_is_refused(saved: int) -> None:
+    """As torch does, which would never see the groups that were left out."""
+
+    def make(groups: int) -> AdamW:
+        optimizer = AdamW([{"params": [nn.Parameter(torch.ones(2))]} for _ in range(groups)])
+        keep_fused(optimizer, "32-true")
+        return optimizer
+
+    state, optimizer = make(saved).state_dict(), make(2)
+    with nullcontext() if saved == 2 else pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])

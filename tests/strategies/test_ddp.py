@@ -117,8 +117,12 @@ def test_a_single_rank_has_no_memory_for_sending() -> None:
 
 
 @pytest.mark.usefixtures("_one_rank")
-def test_a_hook_changes_the_gradients_of_a_single_rank() -> None:
+@pytest.mark.parametrize("accumulated", [False, True], ids=["at once", "after no_sync"])
+def test_a_hook_changes_the_gradients_of_a_single_rank(accumulated: bool) -> None:
     ddp, alone = CompletingDDP(_Network()), _Network()
+    if accumulated:
+        with ddp.no_sync():
+            pass
     ddp.register_comm_hook(None, on_any_backend(bf16_compress_hook))
     _two_steps(ddp)
     _two_steps(alone)

@@ -101,7 +101,8 @@ class CausalSelfAttention(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map `(N, T, width)` to `(N, T, width)`."""
         matrices = (self.query, self.key, self.value)
-        together = autocasts(hidden) and all(map(called_plainly, matrices))
+        alike = len({matrix.bias is None for matrix in matrices}) == 1  # a user may have taken a bias away
+        together = autocasts(hidden) and alike and all(map(called_plainly, matrices))
         states = joined(hidden, matrices) if together else [matrix(hidden) for matrix in matrices]
         query, key, value = map(self._heads, states)
         if self.sequence is not None:  # all tokens, so that `rotate` counts from the first
@@ -214,8 +215,9 @@ class OutputLayer(NormalLinear):
         The number is what `mean_cross_entropy` gives for the logits. Many logits are computed in chunks, see
         `takes_chunks`.
         """
-        # A matrix that is cut over ranks, quantized, or computed of other parameters is left to torch.
-        if targets is None or type(self.weight) is not nn.Parameter:
+        # A matrix that is cut over ranks, quantized, or computed of other parameters is left to torch, and so is a bias
+        # that a user has added.
+        if targets is None or self.bias is not None or type(self.weight) is not nn.Parameter:
             logits = super().forward(hidden)
             return logits if targets is None else mean_cross_entropy(logits.flatten(0, 1), targets.flatten())
         if takes_chunks(self.weight, targets):

@@ -79,7 +79,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 
     Raises:
         ValueError: the targets have another shape than the hidden states.
-        RuntimeError: in a backward pass with `create_graph=True`.
+        RuntimeError: a target is no class; or in a backward pass with `create_graph=True`.
     """
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(
@@ -138,7 +138,7 @@ def _losses_and_gradients(
         logits = part @ matrix.T
         logits[:, classes:] = -torch.inf  # no class, so without probability
         logs = logits.log_softmax(dim=1, dtype=precise)
-        chosen = logs.gather(1, place)
+        chosen = logs[:, :classes].gather(1, place)  # an error for targets that only the added rows have
         total -= torch.where(share > 0, chosen, 0).sum()
         if hidden_gradient is None and weight_gradient is None:
             continue

@@ -112,8 +112,11 @@ def keep_fused(optimizer: Optimizer, precision: object) -> None:
 
 
 def _with_own_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    pairs = zip(state["param_groups"], optimizer.param_groups, strict=False)  # torch compares their numbers after this
-    return {**state, "param_groups": [{**loaded, "fused": own["fused"]} for loaded, own in pairs]}
+    groups, own = state["param_groups"], [group["fused"] for group in optimizer.param_groups]
+    if len(groups) != len(own):
+        return state  # torch refuses it, as long as it has all of its groups
+    pairs = zip(groups, own, strict=True)
+    return {**state, "param_groups": [{**group, "fused": how} for group, how in pairs]}
 
 
 def warmup_cosine_schedule(optimizer: Optimizer, warmup_steps: int, total_steps: int) -> LRSchedulerConfigType:

@@ -85,6 +85,8 @@ class CompletingDDP(DistributedDataParallel):
             parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
             names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
             self._ddp_init_helper(parameters, sparse, names, self.static_graph)
+            # `no_sync` has set back what it read, which was False whatever had been asked for.
+            self.require_backward_grad_sync = True
         super().register_comm_hook(state, hook)
 
     @override
