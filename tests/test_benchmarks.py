@@ -59,6 +59,7 @@ def test_startup(tmp_path: Path) -> None:
     assert figures["wall_s"]["import lightning"].keys() == {"median", "low", "high", "count"}
 
 
+@pytest.mark.timeout(900)
 def test_compile_restart(tmp_path: Path) -> None:
     figures = run("compile_restart", tmp_path, "--rounds", "1", "--layers", "1")
     compiled = figures["graphs_compiled"]
@@ -245,6 +246,7 @@ def test_pipeline_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_resnet50_gpu(tmp_path: Path) -> None:
     figures = run("resnet50_gpu", tmp_path, "--smoke", "--rounds", "1")
     assert figures["copy_bytes_per_s"] > 0
@@ -260,6 +262,7 @@ def test_resnet50_gpu(tmp_path: Path) -> None:
     assert figures["targets"]["met"].keys() == {"to_loop", "images_per_s"}
 
 
+@pytest.mark.timeout(900)
 def test_gpt_gpu(tmp_path: Path) -> None:
     figures = run("gpt_gpu", tmp_path, "--smoke", "--rounds", "1")
     parts = ("by_hand", "recipe", "llama", "preemption")
@@ -273,6 +276,7 @@ def test_gpt_gpu(tmp_path: Path) -> None:
     assert figures["preemption"]["kept_to_cold"] > 0
 
 
+@pytest.mark.timeout(900)
 def test_compiled_gpt(tmp_path: Path) -> None:
     figures = run("compiled_gpt", tmp_path, "--smoke", "--rounds", "2", "--steps", "2")
     assert figures.keys() == {"blocks", "whole", "lightning"}

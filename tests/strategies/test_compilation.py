@@ -248,6 +248,7 @@ def said(record: pytest.WarningsRecorder) -> list[str]:
         "fits none",
         "compiled nothing",
         "so far",
+        "nothing that has gradients",
     )
     return [text for each in record if any(word in (text := str(each.message)) for word in words)]
 
@@ -563,6 +564,36 @@ def test_kinds_of_one_class_have_several_graphs_each_without_a_word(recwarn: pyt
     widths = [width for width in (16, 24, 32, 40, 48) for _ in range(2)]
     fitted(lambda: Net(*[functools.partial(Wide, width) for width in widths]), "blocks", loader(29))
     assert said(recwarn) == []
+
+
+class Teaches(Block):
+    """Its parameters train, as far as they know, and it has no gradients."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return super().forward(inputs)
+
+
+class TimesZero(Block):
+    """torch's inductor takes what this returns for what it keeps, and loses the gradients."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(inputs)
+        self.seen = hidden.detach()
+        return hidden + inputs * 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "block"),
+    [("aot_eager", Teaches), pytest.param("inductor", TimesZero, marks=pytest.mark.exhaustive)],
+)
+def test_a_block_without_gradients_is_named_once(
+    backend: str, block: type[Block], recwarn: pytest.WarningsRecorder
+) -> None:
+    torch.compiler.set_default_backend(backend)
+    fitted(lambda: Net(block, block, Block), "blocks", loader())
+    (warning,) = [each for each in said(recwarn) if "has gradients" in each]
+    assert warning.startswith(f"`{block.__name__}` returns nothing that has gradients, though its parameters train.")
 
 
 class Watches(Callback):

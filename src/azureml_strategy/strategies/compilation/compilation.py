@@ -55,6 +55,10 @@ class CompiledKind:
         mode: of torch.compile.
         varies: whether batches are of several sizes, known before any is seen.
         settings: makes a context with torch.compile's settings, which hold in one thread.
+
+    Attributes:
+        name: as above.
+        lacks_gradients: a module with parameters that train has returned tensors without gradients.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class CompiledKind:
         self._call_outside = torch.compiler.disable(self._call)  # type: ignore[no-untyped-call]
         self._locks: dict[nn.Module, threading.RLock] = {}
         self._is_settled = False
+        self.lacks_gradients = False
         self._known: set[Hashable] = set()
         self._first: dict[Hashable, tuple[torch.Size, ...]] = {}
         self._varying: defaultdict[Hashable, set[tuple[int, int]]] = defaultdict(set)
@@ -100,7 +105,8 @@ class CompiledKind:
         sizes = tuple(each.shape for each in tensors)
         # Training and evaluation have graphs of their own, and may have batches of other sizes.
         key = (module.training, torch.is_grad_enabled(), *map(len, sizes))
-        if (module, key, sizes) not in self._known or self._varying[key]:  # a graph may be made
+        is_new = (module, key, sizes) not in self._known
+        if is_new or self._varying[key]:  # a graph may be made
             self._known.add((module, key, sizes))
             self._mark_varying(key, sizes, tensors)
         if self._varies and sizes and sizes[0][:1] == (1,) and self._first[key][0][0] > 1:
@@ -112,7 +118,10 @@ class CompiledKind:
             nullcontext() if threading.get_ident() == self._thread else self._settings(),
             torch.compiler.set_stance("eager_on_recompile") if self._is_settled else nullcontext(),
         ):
-            return self._compiled(forward, *args, **kwargs)
+            outputs = self._compiled(forward, *args, **kwargs)
+        if is_new and torch.is_grad_enabled():
+            self.lacks_gradients |= _lack_gradients(outputs, module)
+        return outputs
 
     def _mark_varying(self, key: Hashable, sizes: tuple[torch.Size, ...], tensors: list[Tensor]) -> None:
         varying = self._varying[key]
@@ -157,7 +166,7 @@ class Compilation:
         self._training = False
         self._surprises: Counter[str] = Counter()
         self._graphs: Counter[str] = Counter()
-        self._said: set[str] = set()  # reasons of failures
+        self._said: set[str] = set()  # reasons of failures, kinds without gradients
 
     @property
     def is_on(self) -> bool:
@@ -239,6 +248,7 @@ class Compilation:
         self._say_failures(failures)
         self._say_breaks([each for each in breaks if not any(_is_told(each, event) for event in failures)])
         self._say_many([event for event in events if event.recompiled])
+        self._say_without_gradients()
         if self._training and self._steps == _FIRST_STEPS and self._kinds and self._record.is_empty:
             self._say_nothing()
         if self._training and self._steps > _FIRST_STEPS:  # an evaluation has graphs of its own
@@ -295,6 +305,17 @@ class Compilation:
                 "Take the line out of the forward pass, or leave it if it is rare."
             )
 
+    def _say_without_gradients(self) -> None:
+        for kind in self._kinds:
+            if kind.lacks_gradients and kind.name not in self._said:
+                self._said.add(kind.name)
+                self._warn(
+                    f"`{kind.name}` returns nothing that has gradients, though its parameters train. If it has them "
+                    "with compile=off, the compiler has lost them: torch 2.13 does where a forward adds something "
+                    "times zero to a tensor of which it also keeps the `detach()`. Take that line out of the forward "
+                    "pass."
+                )
+
     def _say_many(self, recompiled: list[dynamo.Event]) -> None:
         """Warn of kinds that need many graphs at once: blocks differ in a number, or an evaluation has a growing cache.
 
@@ -333,6 +354,17 @@ class Compilation:
     def _warn(self, sentence: str) -> None:
         if self._says:
             warnings.warn(sentence, stacklevel=2)
+
+
+def _lack_gradients(outputs: Any, module: nn.Module) -> bool:
+    """Whether a module trains, and no tensor that it has returned depends on a parameter, as far as autograd knows.
+
+    inductor of torch 2.13 loses the gradients of `h + x * 0` where `h.detach()` is kept as well: it takes the sum for
+    the detached tensor.
+    """
+    floats = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.is_floating_point()]
+    trains = any(each.requires_grad for each in module.parameters())
+    return trains and bool(floats) and not any(each.requires_grad for each in floats)
 
 
 def _unless_redirected(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
