@@ -218,6 +218,7 @@ def test_who_watches_the_logits_gets_them(folder: Path, taken: list[Tensor], wat
 def test_adapters_of_the_output_layer_and_compiled_models_have_logits(folder: Path, taken: list[Tensor]) -> None:
     trained(folder, lora_rank=2, lora_targets=["q_proj", "lm_head"])
     trained(folder, prepare=lambda module: module.model.compile(backend="eager"))
+    trained(folder, prepare=lambda module: setattr(module, "_losses", torch.compile(module._losses, backend="eager")))
     assert not taken
 
 
