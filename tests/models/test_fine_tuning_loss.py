@@ -111,7 +111,7 @@ def test_a_model_that_changes_its_logits_has_no_loss_in_chunks(kind: str, taken:
         torch.testing.assert_close(gradients(loss_of, model), expected, rtol=0, atol=0)  # it is as it was
 
 
-@pytest.mark.parametrize("kind", ["twice", "shorter", "own loss", "replaced"])
+@pytest.mark.parametrize("kind", ["twice", "shorter", "own loss", "replaced", "added", "added in place"])
 def test_what_a_users_model_does_with_its_logits_is_found(kind: str) -> None:
     class Own(transformers.LlamaForCausalLM):  # type: ignore[misc]
         def forward(self, input_ids: Tensor, labels: Tensor, **others: Any) -> Any:
@@ -122,6 +122,10 @@ def test_what_a_users_model_does_with_its_logits_is_found(kind: str) -> None:
             if kind == "shorter":
                 logits = logits[:, :-1]
             loss = self.loss_function(logits, labels, self.config.vocab_size, **others)
+            if kind == "added":
+                loss = loss + 0.01 * logits.logsumexp(-1).pow(2).mean()
+            if kind == "added in place":
+                loss += 0.01 * logits.logsumexp(-1).pow(2).mean()
             return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
     model = Own(transformers.LlamaConfig(**SIZES))
@@ -204,14 +208,41 @@ def hook_around(module: FineTuner) -> None:
     module.model.register_forward_hook(lambda *call: shapes.append(call[2].logits.shape))
 
 
+def hook_adapters(module: FineTuner) -> None:
+    shapes.clear()
+    module.model.base_model.register_forward_hook(lambda *call: shapes.append(call[2].logits.shape))
+
+
 shapes: list[torch.Size] = []
 
 
-@pytest.mark.parametrize("watch", [hook, hook_around])
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(
+    ("watch", "rank"), [(hook, 0), (hook_around, 0), (hook, 2), (hook_around, 2), (hook_adapters, 2)]
+)
 def test_who_watches_the_logits_gets_them(folder: Path, taken: list[Tensor], watch: Any, rank: int) -> None:
     trained(folder, prepare=watch, lora_rank=rank)
     assert shapes == [(2, 13, 48)] * 3
+    assert not taken
+
+
+def add_bias(module: FineTuner) -> None:
+    layer = module._pretrained.get_output_embeddings()
+    layer.bias = nn.Parameter(torch.linspace(-1, 1, layer.out_features))
+
+
+def smooth_labels(module: FineTuner) -> None:
+    def loss_of(logits: Tensor, *args: Any, shift_labels: Tensor, **kwargs: Any) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), label_smoothing=0.1)
+
+    module._pretrained.loss_function = loss_of
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("change", [add_bias, smooth_labels])
+def test_a_loss_that_is_changed_later_is_computed_of_the_logits(
+    folder: Path, taken: list[Tensor], change: Any, rank: int
+) -> None:
+    trained(folder, prepare=change, lora_rank=rank)
     assert not taken
 
 

@@ -315,15 +315,26 @@ class Copies(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *rest: Any) -> None:
         assert not is_plain(pl_module)
-        copied, pickled = copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module.blocks))
-        assert is_plain(copied)
-        assert is_plain(pickled)
-        assert torch.equal(copied(torch.ones(2, 4)), pl_module(torch.ones(2, 4)))
+        inputs = torch.ones(2, 4)
+        for copied in (copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module))):
+            assert is_plain(copied)
+            assert torch.equal(copied(inputs), pl_module(inputs))
+            torch.nn.utils.vector_to_parameters(torch.zeros(1000), copied.parameters())
+            assert not copied(inputs).any()  # it computes with its own weights
         assert list(pl_module.state_dict()) == list(Net().state_dict())
 
 
-def test_copies_and_pickles_are_uncompiled_and_so_is_the_module_after_the_fit() -> None:
-    module, _ = fitted(Net, "blocks", loader(), [Copies()])
+class Keeping(Block):
+    """Keeps all attributes, as LightningModule does, where nn.Module leaves out what compiles its call."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@pytest.mark.parametrize("kind", [Block, Keeping])
+@pytest.mark.parametrize("how", ["blocks", "whole"])
+def test_copies_and_pickles_are_uncompiled_and_so_is_the_module_after_the_fit(how: str, kind: type[nn.Module]) -> None:
+    module, _ = fitted(lambda: Net(kind, kind, kind), how, loader(), [Copies()])
     assert is_plain(module)
 
 

@@ -39,21 +39,22 @@ def passes_logits_on(model: PreTrainedModel) -> bool:
         return False
     states = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=torch.zeros(1, 2, layer.in_features))
     states.router_logits = None  # of a mixture of experts
-    logits, taken = torch.zeros(1, 2, layer.out_features), list[dict[str, Any]]()
+    logits, loss, taken = torch.zeros(1, 2, layer.out_features), torch.zeros(()), list[dict[str, Any]]()
 
     def loss_of(logits: Tensor, labels: Tensor, vocab_size: int, **others: Any) -> Tensor:
         taken.append({"logits": logits, "labels": labels, "vocab_size": vocab_size, **others})
-        return logits.sum()
+        return loss
 
     labels = torch.zeros(1, 2, dtype=torch.int64)
     inputs = {"labels": labels, "shift_labels": labels, "num_items_in_batch": torch.ones(())}
     try:
         with _replaced(model, {layer: lambda hidden: logits, base: lambda *args, **kwargs: states}, loss_of):
-            model.forward(input_ids=labels, use_cache=False, **inputs)
+            outputs = model.forward(input_ids=labels, use_cache=False, **inputs)
+            is_passed = outputs.loss is loss and loss._version == 0  # what is added to it may be computed of the logits
     except Exception:  # nobody knows what a stranger's forward does with so little
         return False
     expected = {**inputs, "logits": logits}
-    is_passed = len(taken) == 1 and all(taken[0].get(name) is value for name, value in expected.items())
+    is_passed &= len(taken) == 1 and all(taken[0].get(name) is value for name, value in expected.items())
     return is_passed and taken[0]["vocab_size"] == layer.out_features and logits._version == 0
 
 
@@ -92,19 +93,24 @@ def loss_in_chunks(model: PreTrainedModel, labels: Tensor, tokens: Tensor) -> It
         yield
 
 
-def only_the_loss_is_seen(model: PreTrainedModel, called: nn.Module) -> bool:
-    """Whether nobody replaces, compiles or watches what would give a loss in place of logits.
+def only_the_loss_is_seen(model: PreTrainedModel, called: Any) -> bool:
+    """Whether nobody replaces, compiles or watches what would give a loss in place of logits, or changes that loss.
+
+    A callback, or a subclass that has built the model, may have done so since `passes_logits_on`.
 
     Args:
         model: `passes_logits_on`.
         called: by the step: the model, or adapters around it.
     """
     layer = _output_layer(model)
-    if type(layer) is not nn.Linear or torch.compiler.is_compiling():  # a user compiles the step
+    if type(layer) is not nn.Linear or layer.bias is not None or not has_usual_loss(model):
         return False
+    if torch.compiler.is_compiling():  # a user compiles the step
+        return False
+    adapters = () if called is model else (called, called.base_model)
     return not any(
         "forward" in vars(each) or each._compiled_call_impl is not None or users_hooks(each)
-        for each in (called, model, layer)
+        for each in (*adapters, model, layer)
     )
 
 

@@ -124,7 +124,27 @@ def not_by_itself(function: Callable[..., Any]) -> None:
 
 def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Have `module(...)` call this in place of hooks and forward. Copies and pickles of the module do not."""
-    module._compiled_call_impl = call
+    module._compiled_call_impl = None if call is None else _Call(call)
+
+
+class _Call:
+    """A call that becomes None in a copy and in a pickle, where it would still run the module that was copied.
+
+    nn.Module leaves it out of both. A class with a `__getstate__` of its own does not, such as LightningModule.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        not_by_itself(_Call.__call__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 def has_call(module: nn.Module) -> bool:
