@@ -38,6 +38,7 @@ from azureml_strategy.training.targets import own_modules
 
 log = logging.getLogger(__name__)
 
+_PACKAGE = Path(__file__).parents[1]
 # Shown as a run's result where nobody logs `checkpoint.monitor`.
 _RESULTS = ("val/loss", "train/loss")
 # Values that need no quotes in Hydra's notation.
@@ -78,18 +79,42 @@ class _RedactingFormatter(logging.Formatter):
         return redact_text(self._formatter.format(record))
 
 
+class _WithoutAdvertisements(logging.Filter):
+    """Leaves out Lightning's own info lines. Others go through its loggers too, by `rank_zero_info`: ours, a user's.
+
+    Args:
+        lightning: the folder of its source.
+    """
+
+    def __init__(self, lightning: Path) -> None:
+        super().__init__()
+        self._lightning = lightning
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING or not record.name.startswith("lightning."):
+            return True
+        path = Path(record.pathname)  # of the caller
+        if path.is_relative_to(_PACKAGE):
+            record.name = ".".join(path.relative_to(_PACKAGE.parent).with_suffix("").parts)
+        return not path.is_relative_to(self._lightning)
+
+
 def tidy_console() -> None:
     """Leave only Hydra's handler and useful lines on the console. Call it after the import of Lightning.
 
     Lightning adds its own handler beside Hydra's, so that each of its lines appears twice, and its info lines contain
     advertisements. Its warnings stay. If Hydra also logs into a file, secrets are removed there too.
     """
+    import lightning
+
+    source = Path(str(lightning.__file__)).parent
     for handler in logging.getLogger().handlers:
+        handler.addFilter(_WithoutAdvertisements(source))
         if isinstance(handler, logging.FileHandler):
             handler.setFormatter(_RedactingFormatter(handler.formatter or logging.Formatter()))
-    logging.getLogger("lightning").handlers.clear()
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).handlers.clear()
+        logging.getLogger(name).propagate = True
     # torch 2.13 deprecates a call that Lightning 2.6 makes; a user can do nothing about it.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
 

@@ -231,9 +231,8 @@ class Compilation:
             self._changes.callback(dynamo.set_call, part, None)
         names = Counter(type(part).__name__ for part in parts)
         listed = ", ".join(f"{count} {name}" for name, count in names.items())
-        rank_zero_info(
-            f"compile={self.how}: {listed or 'nothing'} in {len(kinds)} kinds, each compiled at its first use."
-        )
+        of = f", of {len(kinds)} kinds" if len(kinds) > 1 else ""
+        rank_zero_info(f"compile={self.how}: {listed or 'nothing'}{of}. A part that another calls is compiled with it.")
         self._kinds = [*kinds.values()]
         self._record = dynamo.Record()
 
