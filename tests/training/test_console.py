@@ -8,12 +8,12 @@ import pytest
 from lightning.pytorch import Trainer
 
 from azureml_strategy.strategies.compilation import compilation
-from azureml_strategy.training.app import tidy_console
+from azureml_strategy.training.app import LIGHTNINGS_LOGGERS, tidy_console
 
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("lightning", "lightning.pytorch", "lightning.fabric")]
+    loggers = [logging.getLogger(name) for name in LIGHTNINGS_LOGGERS]
     before = [(logger, list(logger.handlers), logger.propagate) for logger in loggers]
     filters = [(handler, list(handler.filters)) for handler in logging.getLogger().handlers]
     with warnings.catch_warnings():
@@ -26,7 +26,7 @@ def _as_before() -> Iterator[None]:
 
 
 def test_lightnings_lines_appear_once_and_its_warnings_stay(caplog: pytest.LogCaptureFixture) -> None:
-    loggers = [logging.getLogger(name) for name in ("lightning", "lightning.pytorch", "lightning.fabric")]
+    loggers = [logging.getLogger(name) for name in LIGHTNINGS_LOGGERS]
     for logger in loggers:
         logger.addHandler(logging.StreamHandler())
     tidy_console()
@@ -37,18 +37,24 @@ def test_lightnings_lines_appear_once_and_its_warnings_stay(caplog: pytest.LogCa
     assert [record.message for record in caplog.records] == ["a warning"] * 2
 
 
-def test_our_lines_and_a_users_stay(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("package", ["lightning.pytorch", "lightning.fabric", "pytorch_lightning"])
+def test_our_lines_and_a_users_stay(
+    package: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They go through Lightning's logger as well, for rank 0 alone to write them."""
     from lightning.pytorch.trainer import trainer
     from lightning.pytorch.utilities import rank_zero_info
 
+    logger = logging.getLogger(f"{package}.utilities.rank_zero")
+    monkeypatch.setattr("lightning_utilities.core.rank_zero.log", logger)  # of what was imported last
+    caplog.set_level(logging.INFO, logger.name)  # as the import does
     names = {"rank_zero_info": rank_zero_info}
     tidy_console()
     for file in (compilation.__file__, "/home/somebody/train.py", trainer.__file__):
         exec(compile("rank_zero_info('a line of ' + __file__)", file, "exec"), names | {"__file__": file})
     assert [(each.name, each.message) for each in caplog.records] == [
         ("azureml_strategy.strategies.compilation.compilation", f"a line of {compilation.__file__}"),
-        ("lightning.pytorch.utilities.rank_zero", "a line of /home/somebody/train.py"),
+        (logger.name, "a line of /home/somebody/train.py"),
     ]
 
 

@@ -39,6 +39,7 @@ from azureml_strategy.training.targets import own_modules
 log = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).parents[1]
+LIGHTNINGS_LOGGERS = ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
 # Shown as a run's result where nobody logs `checkpoint.monitor`.
 _RESULTS = ("val/loss", "train/loss")
 # Values that need no quotes in Hydra's notation.
@@ -83,20 +84,18 @@ class _WithoutAdvertisements(logging.Filter):
     """Leaves out Lightning's own info lines. Others go through its loggers too, by `rank_zero_info`: ours, a user's.
 
     Args:
-        lightning: the folder of its source.
+        lightning: the folders of its source.
     """
 
-    def __init__(self, lightning: Path) -> None:
+    def __init__(self, lightning: Sequence[Path]) -> None:
         super().__init__()
         self._lightning = lightning
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno >= logging.WARNING or not record.name.startswith("lightning."):
-            return True
         path = Path(record.pathname)  # of the caller
         if path.is_relative_to(_PACKAGE):
             record.name = ".".join(path.relative_to(_PACKAGE.parent).with_suffix("").parts)
-        return not path.is_relative_to(self._lightning)
+        return record.levelno >= logging.WARNING or not any(map(path.is_relative_to, self._lightning))
 
 
 def tidy_console() -> None:
@@ -105,14 +104,16 @@ def tidy_console() -> None:
     Lightning adds its own handler beside Hydra's, so that each of its lines appears twice, and its info lines contain
     advertisements. Its warnings stay. If Hydra also logs into a file, secrets are removed there too.
     """
-    import lightning
-
-    source = Path(str(lightning.__file__)).parent
+    # `rank_zero_info` has the logger of that of its packages which was imported last.
+    packages = [
+        sys.modules[name] for name in ("lightning", "pytorch_lightning", "lightning_fabric") if name in sys.modules
+    ]
+    without = _WithoutAdvertisements([Path(str(package.__file__)).parent for package in packages])
     for handler in logging.getLogger().handlers:
-        handler.addFilter(_WithoutAdvertisements(source))
+        handler.addFilter(without)
         if isinstance(handler, logging.FileHandler):
             handler.setFormatter(_RedactingFormatter(handler.formatter or logging.Formatter()))
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+    for name in LIGHTNINGS_LOGGERS:
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True
     # torch 2.13 deprecates a call that Lightning 2.6 makes; a user can do nothing about it.
