@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -165,12 +166,18 @@ def test_what_is_being_moved_to_the_file_is_not_written(
         return create(*arguments)
 
     monkeypatch.setattr(OfflineQueue, "create", look)
-    writer._away, writer._resume_at = StoreAwayError("gone"), time.monotonic() + 600  # until then records are kept
-    writer.put(Metrics({"loss": 1.0}, 0, 0))
-    deadline = time.monotonic() + 60
-    while not writer._offline:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    passed = threading.Event()
+    with monkeypatch.context() as patch:
+        # The thread may still send, as `flush` has woken it: it is to have ended that, and not to begin again.
+        patch.setattr(writer, "_drain", passed.set)
+        writer.wake()
+        assert passed.wait(60)
+        writer._away, writer._resume_at = StoreAwayError("gone"), time.monotonic() + 600  # until then records are kept
+        writer.put(Metrics({"loss": 1.0}, 0, 0))
+        deadline = time.monotonic() + 60
+        while not writer._offline:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
     assert left == [True]
     assert writer.flush()
 
