@@ -246,6 +246,25 @@ def test_a_loss_that_is_changed_later_is_computed_of_the_logits(
     assert not taken
 
 
+def test_derivatives_of_gradients_are_told_what_to_do(folder: Path, taken: list[Tensor]) -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    module = FineTuner(str(folder))
+    module.trainer = Trainer(accelerator="cpu", logger=False)
+    module.configure_model()
+    tokens, labels = batch()
+
+    def slope() -> Tensor:
+        loss, _ = module._losses({"input_ids": tokens, "shift_labels": labels}, torch.tensor(31.0))
+        return torch.autograd.grad(loss, module.model.get_output_embeddings().weight, create_graph=True)[0]
+
+    with pytest.raises(RuntimeError, match=r"module.model.loss_function = .*ForCausalLMLoss"):
+        slope()
+    module.model.loss_function = lambda *args, **kwargs: ForCausalLMLoss(*args, **kwargs)
+    assert slope().requires_grad
+    assert len(taken) == 1
+
+
 def test_adapters_of_the_output_layer_and_compiled_models_have_logits(folder: Path, taken: list[Tensor]) -> None:
     trained(folder, lora_rank=2, lora_targets=["q_proj", "lm_head"])
     trained(folder, prepare=lambda module: module.model.compile(backend="eager"))

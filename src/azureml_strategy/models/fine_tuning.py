@@ -41,6 +41,9 @@ class FineTuner(NextTokenModule):
     mean over the tokens of all ranks and micro-batches, however many each has, and gradients are those of the mean over
     all tokens of an optimizer step, accumulated batches included.
 
+    The logits of a large batch are computed in chunks where the model gives them to its loss as they are, see
+    `fine_tuning_loss`.
+
     It logs `train/loss` at every step, and after an evaluation `val/loss` and its exponential, `val/perplexity`
     (`test/...`). These are cross-entropies. What a model adds to its loss, as a mixture of experts does with
     `output_router_logits=True` in its configuration, is trained as well, and logged as `train/auxiliary_loss`.

@@ -110,7 +110,9 @@ class _LinearCrossEntropy(Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # only with create_graph=True
             raise RuntimeError(
                 "create_graph=True asks for derivatives of gradients, which the loss in chunks does not have. Compute "
-                "it of the logits: module.pipeline_loss(module(inputs), targets)."
+                "it of the logits: with a LanguageModel module.pipeline_loss(module(inputs), targets), with a "
+                "FineTuner by a loss function of your own, module.model.loss_function = lambda *args, **kwargs: "
+                "ForCausalLMLoss(*args, **kwargs)."
             )
         saved: Any = ctx
         (of_hidden, of_weight), (hidden_type, weight_type) = saved.saved_tensors, saved.types

@@ -93,7 +93,7 @@ class _WithoutAdvertisements(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         path = Path(record.pathname)  # of the caller
-        if path.is_relative_to(_PACKAGE):
+        if path.is_relative_to(_PACKAGE) and not record.name.startswith(f"{_PACKAGE.name}."):
             record.name = ".".join(path.relative_to(_PACKAGE.parent).with_suffix("").parts)
         return record.levelno >= logging.WARNING or not any(map(path.is_relative_to, self._lightning))
 
