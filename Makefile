@@ -13,7 +13,7 @@ PYTEST = .venv-test/bin/python -m pytest --workers=$(WORKERS)
 COMMIT = $(shell git rev-parse HEAD 2> /dev/null || date +%F)
 # The three layers of ARCHITECTURE.md: what runs in a job, recipes, and what a person at a desk uses.
 JOB = $(addprefix tests/,checkpoint cluster control hang_detection huggingface multiprocess network preemption profiling \
-	situations strategies tracking test_forks.py test_import_hook.py test_mpi.py test_plugin.py test_pytorch_lightning.py \
+	situations strategies tracking test_forks.py test_gpus.py test_import_hook.py test_mpi.py test_plugin.py test_pytorch_lightning.py \
 	test_sequence_parallel.py)
 RECIPES = $(addprefix tests/,data gpu models training hydra_plugins)
 DESK = $(addprefix tests/,bench cli documentation emulator examples faults jobs reporting serving study test_benchmark_scripts.py \

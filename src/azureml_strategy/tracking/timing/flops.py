@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 from typing import Any, Protocol
 
 import torch
@@ -17,34 +16,17 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from azureml_strategy.gpus import Kind, find_gpu
 from azureml_strategy.interfaces import CountsFlops, NamesInputs
 
 _TERA = 1e12
-
-# FLOP/s / 1e12 of one GPU: dense products on its tensor cores, without sparsity, from the vendors' data sheets.
-# The pattern must match the whole name that the driver reports, so that a slice of a GPU (MIG, vGPU) has no peak.
-# Lightning's own table (lightning.fabric.utilities.throughput, 2.6) does not know the name `NVIDIA H200`, and its
-# figures for that GPU and for the H100 NVL are with sparsity.
-_PEAKS: dict[str, dict[str, float]] = {
-    # NVIDIA V100 data sheet, 2020
-    r"Tesla V100-SXM2-\d+GB": {"16": 125, "32": 15.7},
-    r"Tesla V100-PCIE-\d+GB": {"16": 112, "32": 14},
-    # NVIDIA T4 data sheet, 2019
-    r"Tesla T4": {"16": 65, "32": 8.1},
-    # NVIDIA A100 data sheet, 2021
-    r"(NVIDIA )?A100-(SXM4|PCIE)-\d+GB|NVIDIA A100 80GB PCIe": {"16": 312, "bf16": 312, "tf32": 156, "32": 19.5},
-    # NVIDIA H100 architecture white paper, table 2: SXM5
-    r"NVIDIA H100 80GB HBM3": {"16": 989.4, "bf16": 989.4, "tf32": 494.7, "32": 66.9},
-    # NVIDIA H100 data sheet, column NVL; figures with sparsity are halved
-    r"NVIDIA H100 NVL": {"16": 835.5, "bf16": 835.5, "tf32": 417.5, "32": 60},
-    # NVIDIA H200 data sheet, column SXM; figures with sparsity are halved
-    r"NVIDIA H200": {"16": 989.5, "bf16": 989.5, "tf32": 494.5, "32": 67},
-    # NVIDIA GB200 NVL72 and GB300 NVL72 data sheets, a 72nd of the rack; figures with sparsity are halved
-    r"NVIDIA GB[23]00": {"16": 2500, "bf16": 2500, "tf32": 1250, "32": 80},
-    # AMD Instinct MI300X data sheet, 2023; it computes float32 products in TF32 only if its library is told to
-    r"AMD Instinct MI300X.*": {"16": 1307.4, "bf16": 1307.4, "32": 163.4},
+_KINDS: dict[str, Kind] = {
+    "bf16-mixed": "bf16",
+    "bf16-true": "bf16",
+    "16-mixed": "16",
+    "16-true": "16",
+    "32-true": "32",
 }
-_KINDS = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "16", "16-true": "16", "32-true": "32"}
 
 
 def peak_flops(device: torch.device, precision: str, convolutions: float = 0.0) -> float | None:
@@ -80,13 +62,18 @@ def convolutions_in_tf32() -> bool:
 def gpu_peak_flops(name: str, precision: str, tf32: bool = False) -> float | None:
     """The peak of a GPU by the driver's name, such as `NVIDIA H100 80GB HBM3`, and Lightning's name of the precision.
 
+    The peaks are those of gpus.toml. Lightning's own table (lightning.fabric.utilities.throughput, 2.6) does not know
+    the name `NVIDIA H200`, and its figures for that GPU and for the H100 NVL are with sparsity.
+
     With `tf32`, operations on float32 may be in TF32.
     """
-    peaks = next((peaks for pattern, peaks in _PEAKS.items() if re.fullmatch(pattern, name)), {})
+    gpu = find_gpu(name)
     kind = _KINDS.get(precision)
-    if kind == "32" and tf32 and "tf32" in peaks:
+    if gpu is None or kind is None:
+        return None
+    if kind == "32" and tf32 and "tf32" in gpu.peaks:
         kind = "tf32"
-    return peaks[kind] * _TERA if kind in peaks else None
+    return gpu.peaks[kind] * _TERA if kind in gpu.peaks else None
 
 
 class Flops(Protocol):
