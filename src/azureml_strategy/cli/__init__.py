@@ -24,6 +24,7 @@ from azureml_strategy.cli import (
     init,
     jobs,
     model,
+    plan,
     profile,
     report,
     study,
@@ -40,7 +41,7 @@ __all__ = ["main"]
 _VERBS = (
     *(init, train, profile, consolidate),
     *(emulate, bench, tune, doctor),
-    *(submit, study, report, jobs, model),
+    *(plan, submit, study, report, jobs, model),
     *(cluster, data, environment, workspace),
     completion,
 )

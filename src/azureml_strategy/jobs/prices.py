@@ -17,7 +17,7 @@ from azureml_strategy.files import write_atomically
 from azureml_strategy.jobs.client import quiet_sdk
 from azureml_strategy.jobs.resources import SERVERLESS
 from azureml_strategy.jobs.service_errors import JobError
-from azureml_strategy.network.vm_sizes import lookup_vm_size
+from azureml_strategy.network.vm_sizes import VMSize, lookup_vm_size
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import Command
@@ -171,6 +171,7 @@ def price_for(
     offline: bool = False,
     currency: str = "USD",
     address: str = ADDRESS,
+    asked: PriceList | None = None,
 ) -> Price | None:
     """The price of one node, or None if it is unknown.
 
@@ -185,6 +186,7 @@ def price_for(
         offline: make no request, and use the cached prices only.
         currency: ISO 4217 code. Azure's own prices are in USD; Azure says that others only help to estimate.
         address: address of the service.
+        asked: is told if the service gives no answer.
 
     Raises:
         JobError: there is no such tier.
@@ -198,13 +200,46 @@ def price_for(
     if region is None:
         return None
     size, place = lookup_vm_size(vm_size).name, re.sub(r"[^a-z0-9]", "", region.lower())
-    known = _tier_prices(size, place, currency, address, offline)
+    known = _tier_prices(size, place, currency, address, offline, asked)
     if known is None or tier not in known["prices"]:
         return None
     return Price(known["prices"][tier], currency, _SOURCE, known["date"])
 
 
-def _tier_prices(size: str, region: str, currency: str, address: str, offline: bool) -> _Cached | None:
+class PriceList:
+    """Finds the prices of many sizes. A service that gave no answer is not asked again.
+
+    Args:
+        region: region, such as `eastus`; None for no prices.
+        tier: `dedicated`, `low_priority` or `spot`.
+        currency: ISO 4217 code.
+        address: of the service.
+    """
+
+    def __init__(self, region: str | None, tier: str, currency: str = "USD", address: str = ADDRESS) -> None:
+        self.is_away = False
+        self._region, self._tier, self._currency, self._address = region, tier, currency, address
+
+    def price_of(self, size: VMSize) -> Price | None:
+        """The price of one node, or None if it is unknown.
+
+        Raises:
+            JobError: there is no such tier.
+        """
+        return price_for(
+            size.name,
+            self._region,
+            self._tier,
+            offline=self.is_away,
+            currency=self._currency,
+            address=self._address,
+            asked=self,
+        )
+
+
+def _tier_prices(
+    size: str, region: str, currency: str, address: str, offline: bool, asked: PriceList | None = None
+) -> _Cached | None:
     """The prices of a size by tier: today's, from the cache or the service; older ones if the service is away."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     file = caches / "azureml_strategy" / "prices" / f"{size}-{region}-{currency}.json".lower()
@@ -215,6 +250,8 @@ def _tier_prices(size: str, region: str, currency: str, address: str, offline: b
     try:
         fresh = _Cached(date=today, prices=prices_by_tier(size, region, currency, address))
     except PricesUnavailable as error:
+        if asked is not None:
+            asked.is_away = True
         instead = f"Its prices of {cached['date']} are used." if cached else "Set cluster.price_per_hour to track cost."
         log.warning(
             "Azure Retail Prices gave no answer for %s in %s (%s). %s", size, region, redact_text(str(error)), instead

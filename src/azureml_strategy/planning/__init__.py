@@ -1,0 +1,18 @@
+"""Plans a run before it is rented: what it takes, holds and costs on any Azure size."""
+
+from azureml_strategy.planning.errors import PlanError
+from azureml_strategy.planning.networks import Network, named_network, network_of_counts, network_of_module
+from azureml_strategy.planning.predict import MeasuredStep, Prediction, predict
+from azureml_strategy.planning.steps import Distribution
+
+__all__ = [
+    "Distribution",
+    "MeasuredStep",
+    "Network",
+    "PlanError",
+    "Prediction",
+    "named_network",
+    "network_of_counts",
+    "network_of_module",
+    "predict",
+]

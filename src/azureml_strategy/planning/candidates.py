@@ -1,0 +1,327 @@
+"""Compares VM sizes, numbers of nodes and strategies for a run: time, cost, and which of them is the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from azureml_strategy.cluster.job import Price
+from azureml_strategy.gpus import GPU, gpu_of
+from azureml_strategy.network.vm_sizes import VMSize
+from azureml_strategy.planning.errors import PlanError
+from azureml_strategy.planning.fitted import Parameters
+from azureml_strategy.planning.predict import MeasuredStep, Prediction, predict
+from azureml_strategy.planning.steps import STRATEGIES, Distribution
+from azureml_strategy.planning.workload import Workload
+
+PriceOf = Callable[[VMSize], Price | None]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run it.
+
+    Attributes:
+        size: the VM size.
+        nodes: how many of it.
+        how: the strategy with its settings.
+        prediction: of the rate.
+        hours: to the end of the run; None if the recipe does not say its end.
+        cost: of all nodes for that time; None without a price.
+        price: of a node.
+        samples: that the run trains on.
+    """
+
+    size: VMSize
+    nodes: int
+    how: Distribution
+    prediction: Prediction
+    hours: float | None
+    cost: float | None
+    price: Price | None
+
+    @property
+    def has_end(self) -> bool:
+        """Whether hours and cost are known."""
+        return self.hours is not None and self.cost is not None
+
+    @property
+    def strategy(self) -> str:
+        """The strategy in words."""
+        if self.how.strategy == "pipeline":
+            return f"pipeline, {self.how.num_stages} stages"
+        if self.how.tensor_parallel_size > 1:
+            return f"{self.how.strategy}, tensor parallel {self.how.tensor_parallel_size}"
+        return self.how.strategy
+
+    @property
+    def is_scaled_out(self) -> bool:
+        """Whether it takes several nodes."""
+        return self.nodes > 1
+
+    @property
+    def cost_per_million(self) -> float | None:
+        """Cost of a million samples; None without a price."""
+        if self.price is None:
+            return None
+        return self.nodes * self.price.per_hour / 3600 * 1e6 / self.prediction.samples_per_second
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All candidates of a workload, and what could not be planned.
+
+    Attributes:
+        workload: what is run.
+        candidates: the best first.
+        left_out: a sentence for each size, number of nodes or strategy that cannot run it.
+        rank: `cost` or `time`.
+    """
+
+    workload: Workload
+    candidates: tuple[Candidate, ...]
+    left_out: tuple[str, ...]
+    rank: str
+
+    @property
+    def best(self) -> Candidate | None:
+        """The first candidate."""
+        return self.candidates[0] if self.candidates else None
+
+    def of_places(self) -> list[Candidate]:
+        """The best candidate of each size and number of nodes, the best first."""
+        found: dict[tuple[str, int], Candidate] = {}
+        for each in self.candidates:
+            found.setdefault((each.size.name, each.nodes), each)
+        return list(found.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is compared, and by what.
+
+    Attributes:
+        sizes: VM sizes.
+        nodes: numbers of nodes.
+        strategies: names of conf/strategy; empty for the recipe's own and those that need no other setting.
+        budget: the most that the run may cost, in the prices' currency.
+        deadline: the most hours that it may take.
+        rank: `cost` or `time`.
+        samples: that the run trains on, where the recipe does not say it.
+        measured: a step on one GPU.
+        loader_rate: samples per second that the data pipeline gives each GPU at most.
+        across_gb: bus bandwidth between nodes in place of the sizes' own, in GB/s.
+    """
+
+    sizes: Sequence[VMSize]
+    nodes: Sequence[int] = (1,)
+    strategies: Sequence[str] = ()
+    budget: float | None = None
+    deadline: float | None = None
+    rank: str = "cost"
+    samples: float | None = None
+    measured: MeasuredStep | None = None
+    loader_rate: float | None = None
+    across_gb: float | None = None
+
+
+def make_plan(workload: Workload, wanted: Wanted, price_of: PriceOf, parameters: Parameters | None = None) -> Plan:
+    """Predict every candidate, and put those that meet budget and deadline first.
+
+    Args:
+        workload: of a recipe.
+        wanted: what to compare.
+        price_of: the price of a node of a size; None if it is not known.
+        parameters: fitted numbers in place of fitted.toml.
+
+    Raises:
+        PlanError: a strategy is unknown, or a number is not positive.
+    """
+    for name in wanted.strategies:
+        if name not in STRATEGIES:
+            raise PlanError(f"No strategy is known as {name!r}. Known: {', '.join(STRATEGIES)}.")
+    for count in wanted.nodes:
+        if count < 1:
+            raise PlanError(f"--nodes has {count}. A job has at least one node.")
+    candidates: list[Candidate] = []
+    left_out: dict[str, None] = {}
+    total = _total_samples(workload, wanted)
+    for size in wanted.sizes:
+        gpu = gpu_of(size)
+        if gpu is None or not size.gpus:
+            left_out[f"{size.name} has no GPU whose peaks are known."] = None
+            continue
+        price = price_of(size)
+        for nodes in wanted.nodes:
+            for how in _distributions(workload, wanted, size, nodes):
+                try:
+                    found = _predict(workload, wanted, size, gpu, nodes, how, parameters)
+                except PlanError as error:
+                    left_out[str(error)] = None
+                    continue
+                candidates.append(_candidate(workload, size, nodes, how, found, price, total))
+    ranked = sorted(candidates, key=lambda each: _order(each, wanted))
+    return Plan(workload, tuple(ranked), tuple(left_out), wanted.rank)
+
+
+def _total_samples(workload: Workload, wanted: Wanted) -> float | None:
+    """Steps end a run of the smallest candidate; larger ones see as many samples in fewer steps."""
+    if wanted.samples is not None:
+        return wanted.samples
+    if workload.steps is None:
+        return workload.samples
+    least = min((size.gpus or 1 for size in wanted.sizes), default=1) * min(wanted.nodes, default=1)
+    return float(workload.steps * workload.batch_size * workload.accumulate * least)
+
+
+def _distributions(workload: Workload, wanted: Wanted, size: VMSize, nodes: int) -> Iterator[Distribution]:
+    """The strategies to compare, with the settings of the recipe where it is the recipe's own."""
+    own = workload.strategy if workload.strategy in STRATEGIES else "ddp"
+    names = wanted.strategies or dict.fromkeys((own, "ddp", "deepspeed_stage_2", "deepspeed_stage_3", "model_parallel"))
+    gpus = (size.gpus or 1) * nodes
+    for name in names:
+        base = _own_settings(workload) if name == own else Distribution(strategy=name)  # type: ignore[arg-type]
+        base = replace(base, accumulate=workload.accumulate)
+        if name == "pipeline":
+            stages = base.num_stages if base.num_stages > 1 else min(2, gpus)
+            yield replace(base, num_stages=stages)
+        elif name == "model_parallel" and workload.network.blocks and base.tensor_parallel_size == 1:
+            yield base
+            if (size.gpus or 1) > 1:
+                yield replace(base, tensor_parallel_size=size.gpus or 1)
+        elif name != "local_sgd" or nodes > 1:
+            yield base
+
+
+def _own_settings(workload: Workload) -> Distribution:
+    """The settings of the recipe's strategy section, where they are numbers that this model has, too."""
+    given = {
+        "tensor_parallel_size": workload.settings.get("tensor_parallel_size"),
+        "num_stages": workload.settings.get("num_stages"),
+        "micro_batches": workload.settings.get("micro_batches"),
+        "bucket_mib": workload.settings.get("bucket_cap_mb"),
+        "zero_bucket": workload.settings.get("reduce_bucket_size"),
+        "period": workload.settings.get("period"),
+    }
+    numbers = {name: value for name, value in given.items() if isinstance(value, (int, float))}
+    halves = workload.settings.get("gradient_compression") in ("bf16", "fp16")
+    checkpointing = bool(workload.settings.get("activation_checkpointing"))
+    return Distribution(
+        strategy=workload.strategy,  # type: ignore[arg-type]
+        gradient_bytes=2 if halves else 4,
+        activation_checkpointing=checkpointing,
+        **numbers,  # type: ignore[arg-type]
+    )
+
+
+def best_precision(gpu: GPU) -> str:
+    """The precision that a recipe takes on a GPU by itself: see `azureml.precision` in training/resolvers.py."""
+    if "bf16" in gpu.peaks:
+        return "bf16-mixed"
+    return "16-mixed" if "16" in gpu.peaks else "32-true"
+
+
+def _predict(
+    workload: Workload,
+    wanted: Wanted,
+    size: VMSize,
+    gpu: GPU,
+    nodes: int,
+    how: Distribution,
+    parameters: Parameters | None,
+) -> Prediction:
+    return predict(
+        workload.network,
+        batch_size=workload.batch_size,
+        gpu=gpu.name,
+        vm_size=size.name,
+        nodes=nodes,
+        precision=workload.precision or best_precision(gpu),
+        compiled=workload.compiled,
+        strategy=how,
+        optimizer=workload.optimizer,
+        across_gb=wanted.across_gb,
+        measured=wanted.measured,
+        loader_rate=wanted.loader_rate,
+        parameters=parameters,
+    )
+
+
+def _candidate(
+    workload: Workload,
+    size: VMSize,
+    nodes: int,
+    how: Distribution,
+    found: Prediction,
+    price: Price | None,
+    total: float | None,
+) -> Candidate:
+    hours = None if total is None else total / found.samples_per_second / 3600
+    cost = None if hours is None or price is None else hours * nodes * price.per_hour
+    return Candidate(size, nodes, how, found, hours, cost, price)
+
+
+def _order(candidate: Candidate, wanted: Wanted) -> tuple[Any, ...]:
+    late = wanted.deadline is not None and (candidate.hours is None or candidate.hours > wanted.deadline)
+    dear = wanted.budget is not None and (candidate.cost is None or candidate.cost > wanted.budget)
+    time = 1 / candidate.prediction.samples_per_second
+    cost = candidate.cost_per_million
+    if wanted.rank == "time":
+        return late or dear, time
+    return late or dear, cost is None, cost or 0.0, time
+
+
+def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates that no other one beats in both time and cost, the fastest first."""
+    found: list[Candidate] = []
+    for each in sorted(filter(lambda one: one.has_end, candidates), key=lambda one: (one.hours, one.cost)):
+        if not found or (each.cost or 0) < (found[-1].cost or 0):
+            found.append(each)
+    return found
+
+
+def submit_command(workload: Workload, candidate: Candidate) -> str:
+    """The command that submits a candidate."""
+    kept = [each for each in workload.overrides if not each.startswith(("cluster=", "cluster.", "strategy="))]
+    words = ["azureml-strategy submit", workload.recipe, *kept, f"cluster={candidate.size.short_name}"]
+    if candidate.nodes > 1:
+        words.append(f"cluster.num_nodes={candidate.nodes}")
+    if candidate.nodes > 1 and not candidate.size.infiniband:
+        words.append("cluster.allow_ethernet=true")
+    if candidate.how.strategy != workload.strategy:
+        words.append(f"strategy={candidate.how.strategy}")
+    if candidate.how.strategy == "model_parallel":
+        words.append(f"strategy.tensor_parallel_size={candidate.how.tensor_parallel_size}")
+    if candidate.how.strategy == "pipeline":
+        words.append(f"strategy.num_stages={candidate.how.num_stages}")
+    return " ".join(words)
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as values of JSON: each candidate with its prediction, hours, cost and command."""
+    return {
+        "recipe": plan.workload.recipe,
+        "overrides": list(plan.workload.overrides),
+        "rank": plan.rank,
+        "parameters": plan.workload.network.parameters,
+        "flops_per_sample": plan.workload.network.flops,
+        "unit": plan.workload.unit,
+        "left_out": list(plan.left_out),
+        "candidates": [_as_values(plan.workload, each) for each in plan.candidates],
+    }
+
+
+def _as_values(workload: Workload, candidate: Candidate) -> Mapping[str, Any]:
+    predicted = {each.name: getattr(candidate.prediction, each.name) for each in fields(Prediction)}
+    return {
+        "vm_size": candidate.size.name,
+        "nodes": candidate.nodes,
+        "infiniband": candidate.size.infiniband,
+        "strategy": {each.name: getattr(candidate.how, each.name) for each in fields(Distribution)},
+        **predicted,
+        "hours": candidate.hours,
+        "cost": candidate.cost,
+        "currency": candidate.price.currency if candidate.price else None,
+        "command": submit_command(workload, candidate),
+    }

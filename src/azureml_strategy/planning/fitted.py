@@ -1,0 +1,144 @@
+"""Reads fitted.toml: the planner's numbers that are fitted or published, with their sources."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from azureml_strategy.network.vm_sizes import bare_name
+from azureml_strategy.planning.kernels import Efficiency
+from azureml_strategy.planning.networks import Family
+
+_MICRO = 1e-6
+
+
+@dataclass(frozen=True)
+class TierDefaults:
+    """What a kind of link costs where nothing is known of the size.
+
+    Attributes:
+        latency_s: of a message.
+        efficiency: share of the line rate that large messages reach.
+        slowdown: share by which computation is slower while it carries traffic.
+    """
+
+    latency_s: float
+    efficiency: float
+    slowdown: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """Collectives on some VM sizes as published figures show them.
+
+    Attributes:
+        inside: bus bandwidth of one node, in bytes per second.
+        across: the same of several nodes.
+        latency_s: of a message between nodes.
+        slowdown: as in `Tier`.
+        overhead_s: added to each step with more than one GPU.
+    """
+
+    inside: float
+    across: float
+    latency_s: float
+    slowdown: float
+    overhead_s: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A measured rate of one GPU, by which the roofline is corrected for the same GPU and precision.
+
+    Attributes:
+        gpu: model, as in gpus.toml.
+        network: a name that `named_network` knows.
+        samples_per_second: of a training step; for a network of tokens, sequences.
+        batch: samples of a step.
+    """
+
+    gpu: str
+    network: str
+    family: Family
+    precision: str
+    compiled: bool
+    batch: float
+    samples_per_second: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """All fitted numbers.
+
+    Attributes:
+        efficiency: of one GPU.
+        optimizer_bytes: that the optimizer moves for each parameter, by its kind.
+        tiers: by the first words of a link's name.
+        links: by VM size and network (`infiniband` or `ethernet`), of sizes with published figures.
+        anchors: measured rates.
+        skew: share of a step by which one rank's time differs from another's.
+        errors: relative errors that the model had on measurements that it was not fitted to, by what is not known.
+        name: of the calibration, for messages.
+    """
+
+    efficiency: Efficiency
+    optimizer_bytes: Mapping[str, float]
+    tiers: Mapping[str, TierDefaults]
+    links: Mapping[tuple[str, str], Link]
+    anchors: tuple[Anchor, ...]
+    skew: float
+    errors: Mapping[str, float]
+    name: str = "fitted.toml"
+
+
+@cache
+def default_parameters() -> Parameters:
+    """The parameters that come with the planner."""
+    text = files("azureml_strategy.planning").joinpath("fitted.toml").read_text(encoding="utf-8")
+    return read_parameters(tomllib.loads(text))
+
+
+def read_parameters(content: Mapping[str, Any]) -> Parameters:
+    """Read parameters from the content of a file like fitted.toml.
+
+    Raises:
+        KeyError: a part is missing.
+    """
+    compute = content["compute"]
+    shares = {name: compute[name] for name in ("convolution", "product", "unaligned", "attention", "memory")}
+    times = {f"{name}_s": compute[f"{name}_us"] * _MICRO for name in ("kernel", "host", "compiled_host")}
+    return Parameters(
+        efficiency=Efficiency(**shares, **times),
+        optimizer_bytes=content["optimizer"],
+        tiers={
+            each["name"]: TierDefaults(each["latency_us"] * _MICRO, each["efficiency"], each["slowdown"])
+            for each in content["tiers"]
+        },
+        links=dict(_links(each) for part in content.get("links", ()) for each in _each_size(part)),
+        anchors=tuple(Anchor(**each) for each in content.get("anchors", ())),
+        skew=content["skew"]["share"],
+        errors=content["errors"],
+    )
+
+
+def _each_size(part: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    return [(size, part) for size in part["sizes"]]
+
+
+def _links(given: tuple[str, Mapping[str, Any]]) -> tuple[tuple[str, str], Link]:
+    size, part = given
+    link = Link(
+        inside=part["inside_gb"] * 1e9,
+        across=part["across_gb"] * 1e9,
+        latency_s=part["latency_us"] * _MICRO,
+        slowdown=part["slowdown"],
+        overhead_s=part["overhead_ms"] * 1e-3,
+        source=part["source"],
+    )
+    return (bare_name(size).lower(), part["network"]), link

@@ -1,0 +1,346 @@
+"""The model of a step: which computation and which communication each strategy does, and what waits for what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from azureml_strategy.planning.collectives import Fabric
+from azureml_strategy.planning.errors import PlanError
+from azureml_strategy.planning.kernels import Computation
+from azureml_strategy.planning.lanes import Tasks, run_lanes
+from azureml_strategy.planning.networks import Network
+from azureml_strategy.planning.pipeline_schedule import schedule_1f1b
+
+StrategyName = Literal[
+    "ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "model_parallel", "pipeline", "local_sgd"
+]
+STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
+# torch.nn.parallel.DistributedDataParallel: the first bucket is small, so that it can be sent early.
+_FIRST_BUCKET = 2**20
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distribution:
+    """How a step is distributed. The defaults are those of conf/strategy.
+
+    Attributes:
+        strategy: a file of conf/strategy.
+        tensor_parallel_size: GPUs that share each matrix.
+        num_stages: stages of a pipeline.
+        micro_batches: pieces of a batch in a pipeline.
+        accumulate: batches whose gradients are added before they are exchanged.
+        bucket_mib: size of DDP's buckets.
+        gradient_bytes: of an element that DDP sends: 4, or 2 with `gradient_compression=bf16` or `fp16`.
+        zero_bucket: elements of DeepSpeed's `reduce_bucket_size`.
+        period: optimizer steps between two averages of local SGD.
+        activation_checkpointing: whether the backward pass computes each block's forward pass again.
+    """
+
+    strategy: StrategyName = "ddp"
+    tensor_parallel_size: int = 1
+    num_stages: int = 1
+    micro_batches: int = 4
+    accumulate: int = 1
+    bucket_mib: float = 25.0
+    gradient_bytes: int = 4
+    zero_bucket: float = 2e8
+    period: int = 16
+    activation_checkpointing: bool = False
+
+    @property
+    def model_parallel_size(self) -> int:
+        """GPUs that hold one copy of the network together, where they do not hold the same batch."""
+        return self.num_stages if self.strategy == "pipeline" else self.tensor_parallel_size
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One optimizer step, in seconds. The parts add up to the whole.
+
+    Attributes:
+        compute_s: forward, backward and optimizer.
+        communication_s: what communication adds to them: exposed, or by slowing them down.
+        bubble_s: what the busiest stage of a pipeline waits.
+    """
+
+    compute_s: float
+    communication_s: float
+    bubble_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """The whole step."""
+        return self.compute_s + self.communication_s + self.bubble_s
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one unit of a network computes for a batch, in seconds on one GPU, and the elements of its parameters."""
+
+    name: str
+    elements: float
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the model of a step is given.
+
+    Attributes:
+        parts: the units of the network, in the order of the forward pass.
+        gradients: elements of each parameter's gradient, and when it is complete: seconds of the backward pass.
+        optimizer_s: seconds of the optimizer for all parameters on one GPU.
+        fabric: all GPUs.
+        width: bytes of a parameter or activation that is sent: 2 in `bf16-mixed` and other halves, else 4.
+        border_bytes: what a block passes on for one batch; a tensor-parallel group adds it up twice a block.
+        blocks: number of blocks whose matrices a tensor-parallel group shares.
+        how: the strategy.
+    """
+
+    parts: Sequence[Part]
+    gradients: Sequence[tuple[float, float]]
+    optimizer_s: float
+    fabric: Fabric
+    width: int
+    border_bytes: float
+    blocks: int
+    how: Distribution
+
+    @property
+    def forward_s(self) -> float:
+        """The forward pass."""
+        return sum(each.forward_s for each in self.parts)
+
+    @property
+    def backward_s(self) -> float:
+        """The backward pass."""
+        return sum(each.backward_s for each in self.parts)
+
+    @property
+    def elements(self) -> float:
+        """Elements of all parameters."""
+        return sum(each.elements for each in self.parts)
+
+
+def make_step(
+    network: Network,
+    computation: Computation,
+    optimizer_s: float,
+    fabric: Fabric,
+    width: int,
+    how: Distribution,
+    samples: float,
+) -> Step:
+    """Cut a computation into the network's units; see `Step` for the arguments.
+
+    Args:
+        samples: size of the batch of a GPU.
+
+    Raises:
+        PlanError: the GPUs are no multiple of what holds one copy of the network.
+    """
+    if fabric.size % how.model_parallel_size:
+        raise PlanError(
+            f"{how.strategy} holds one copy of the network on {how.model_parallel_size} GPUs, and {fabric.size} are no "
+            "multiple of that."
+        )
+    units = network.units
+    forward_ends = [computation.end_of(each.first - 1) if each.first else 0.0 for each in units[1:]]
+    starts = [0.0, *forward_ends, computation.forward_s]
+    order = sorted(range(len(units)), key=lambda number: units[number].done)
+    backward_ends = [computation.end_of(units[number].done) for number in order]
+    backward_ends[-1] = computation.total_s
+    begun = [computation.forward_s, *backward_ends]
+    backward = {number: begun[place + 1] - begun[place] for place, number in enumerate(order)}
+    again = 1.0 if how.activation_checkpointing else 0.0
+    parts = [
+        Part(unit.name, unit.elements, starts[i + 1] - starts[i], backward[i] + again * (starts[i + 1] - starts[i]))
+        for i, unit in enumerate(units)
+    ]
+    slower = sum(each.backward_s for each in parts) / max(computation.total_s - computation.forward_s, 1e-12)
+    gradients = [
+        (float(each.elements), slower * (computation.end_of(each.after) - computation.forward_s))
+        for each in network.operators.gradients
+    ]
+    border = samples * max(network.tokens, 1) * network.width * width
+    return Step(parts, gradients, optimizer_s, fabric, width, border, network.blocks, how)
+
+
+def time_step(step: Step) -> StepTime:
+    """Time an optimizer step under its strategy.
+
+    Raises:
+        PlanError: the strategy cannot run this network.
+    """
+    how = step.how.strategy
+    if how == "pipeline":
+        return _pipeline(step)
+    if how == "local_sgd":
+        return _local_sgd(step)
+    if how in ("deepspeed_stage_3", "model_parallel"):
+        return _sharded(step)
+    return _ddp(step) if how == "ddp" else _zero(step)
+
+
+def _run(tasks: Tasks, fabric: Fabric) -> StepTime:
+    timeline = run_lanes(tasks.listed, fabric.slowest.slowdown if fabric.size > 1 else 0.0)
+    return StepTime(timeline.compute_s, timeline.exposed_s)
+
+
+def _without_exchange(tasks: Tasks, step: Step) -> None:
+    """The batches of an accumulated step that exchange nothing."""
+    before = step.how.accumulate - 1
+    if before:
+        tasks.add("accumulated batches", "compute", before * (step.forward_s + step.backward_s))
+
+
+def fill_buckets(gradients: Sequence[tuple[float, float]], cap: float, first: float) -> list[tuple[float, float]]:
+    """Put gradients into buckets in the order in which they are complete, as DDP does after its first step.
+
+    A bucket is closed by the gradient that makes it as large as its cap, and can be sent when that one is complete.
+
+    Args:
+        gradients: size and time of each.
+        cap: size of a bucket, in the same unit.
+        first: size of the first bucket.
+
+    Returns:
+        Size and time of each bucket.
+    """
+    buckets: list[tuple[float, float]] = []
+    filled, limit, last = 0.0, min(first, cap), 0.0
+    for size, last in gradients:
+        filled += size
+        if filled >= limit:
+            buckets.append((filled, last))
+            filled, limit = 0.0, cap
+    return [*buckets, (filled, last)] if filled else buckets
+
+
+def _ddp(step: Step, fabric: Fabric | None = None) -> StepTime:
+    """DDP: a bucket is sent when its last gradient is complete, while the backward pass goes on."""
+    fabric, width = fabric or step.fabric, step.how.gradient_bytes
+    cap = step.how.bucket_mib * _MIB
+    buckets = fill_buckets([(size * width, at) for size, at in step.gradients], cap, _FIRST_BUCKET)
+    return _bucketed(step, fabric, [(fabric.collective_s("all_reduce", size), at) for size, at in buckets])
+
+
+def _bucketed(
+    step: Step,
+    fabric: Fabric,
+    buckets: Sequence[tuple[float, float]],
+    optimizer_s: float | None = None,
+    after_s: float = 0.0,
+) -> StepTime:
+    """A backward pass beside which buckets are sent: seconds and time of each. Then the optimizer, then `after_s`."""
+    tasks = Tasks()
+    _without_exchange(tasks, step)
+    tasks.add("forward", "compute", step.forward_s)
+    done, sent = 0.0, None
+    for cost, at in buckets:
+        computed = tasks.add("backward", "compute", max(at - done, 0.0))
+        done = max(at, done)
+        sent = tasks.add("bucket", "network", cost, computed)
+    tasks.add("backward", "compute", max(step.backward_s - done, 0.0))
+    updated = tasks.add("optimizer", "compute", step.optimizer_s if optimizer_s is None else optimizer_s, sent)
+    tasks.add("gather parameters", "network", after_s, updated)
+    return _run(tasks, fabric)
+
+
+def _zero(step: Step) -> StepTime:
+    """ZeRO stages 1 and 2: gradients go to their owners in large buckets, each updates its part, and all gather it.
+
+    Stage 1 sends no gradient before the last of the accumulated batches; stage 2 after each of them.
+    """
+    fabric, cap = step.fabric, step.how.zero_bucket
+    buckets = fill_buckets(step.gradients, cap, cap)
+    costs = [(fabric.collective_s("reduce_scatter", size * step.width), at) for size, at in buckets]
+    gathered = fabric.collective_s("all_gather", step.elements * step.width)
+    found = _bucketed(step, fabric, costs, step.optimizer_s / fabric.size, gathered)
+    if step.how.strategy == "deepspeed_stage_1" or step.how.accumulate == 1:
+        return found
+    again = (step.how.accumulate - 1) * sum(cost for cost, _ in costs)
+    return StepTime(found.compute_s, found.communication_s + again)
+
+
+def _sharded(step: Step) -> StepTime:
+    """FSDP2 and ZeRO-3: a unit's parameters are gathered before it computes, while the unit before it computes, once
+    forward and once backward; its gradients are scattered while the next one computes.
+
+    With tensor parallelism, the groups that hold the same part of a matrix share it, and each block adds up what it
+    passes on twice forward and twice backward, with nothing to hide behind.
+    """
+    tensor = step.how.tensor_parallel_size
+    group = step.fabric.every(tensor) if tensor > 1 else step.fabric
+    reduced = 4 if step.how.strategy == "model_parallel" else step.width  # FSDP2 reduces in float32, as our policy says
+    inner = step.fabric.inside_node(tensor).collective_s("all_reduce", step.border_bytes) if tensor > 1 else 0.0
+    tasks = Tasks()
+    before: tuple[int | None, int | None] = (None, None)  # the last two computations
+    sent: int | None = None
+    for _ in range(step.how.accumulate):
+        for forward in (True, False):
+            for part in step.parts if forward else reversed(step.parts):
+                share = tensor if part.name else 1  # only blocks are cut
+                gather = group.collective_s("all_gather", part.elements / share * step.width)
+                gathered = tasks.add("gather", "network", gather, before[0])
+                seconds = (part.forward_s if forward else part.backward_s) / share
+                computed = tasks.add(part.name, "compute", seconds, gathered)
+                if inner and part.name:
+                    reduced_twice = tasks.add("tensor-parallel sum", "network", 2 * inner, computed)
+                    computed = tasks.add("", "compute", 0.0, reduced_twice)
+                if not forward:
+                    cost = group.collective_s("reduce_scatter", part.elements / share * reduced)
+                    sent = tasks.add("scatter", "network", cost, computed)
+                before = (before[1], computed)
+    tasks.add("optimizer", "compute", step.optimizer_s / (group.size * tensor), sent)
+    return _run(tasks, group)
+
+
+def _pipeline(step: Step) -> StepTime:
+    """1F1B over stages that hold about as many parameters each, then the replicas' gradients are added up."""
+    stages, pieces = step.how.num_stages, step.how.micro_batches
+    cut = _stages(step.parts, stages)
+    forward = [sum(each.forward_s for each in stage) / pieces for stage in cut]
+    backward = [sum(each.backward_s for each in stage) / pieces for stage in cut]
+    replicas = step.fabric.size // stages
+    across = step.fabric.nodes > 1
+    sent = step.fabric.send_s(step.border_bytes / pieces, across=across and stages > step.fabric.per_node)
+    found = schedule_1f1b(forward, backward, pieces * step.how.accumulate, [sent] * (stages - 1))
+    largest = max(sum(each.elements for each in stage) for stage in cut)
+    group = step.fabric.every(stages) if replicas > 1 else None
+    reduced = group.collective_s("all_reduce", largest * step.width) if group else 0.0
+    updated = step.optimizer_s * largest / max(step.elements, 1.0)
+    sends = 2 * (stages - 1) * sent
+    bubble = max(found.bubble_s - sends, 0.0)
+    return StepTime(found.busiest_s + updated, reduced + found.bubble_s - bubble, bubble)
+
+
+def _stages(parts: Sequence[Part], stages: int) -> list[list[Part]]:
+    """Cut neighbours into stages of about as many parameters, and none without a part."""
+    if stages > len(parts):
+        raise PlanError(f"A pipeline of {stages} stages needs as many parts of the network, and it has {len(parts)}.")
+    whole = max(sum(each.elements for each in parts), 1.0)
+    cut: list[list[Part]] = [[]]
+    seen = 0.0
+    for place, part in enumerate(parts):
+        wanted = int((seen + part.elements / 2) / whole * stages)
+        must = len(parts) - place <= stages - len(cut)  # one part is left for each further stage
+        if cut[-1] and len(cut) < stages and (must or wanted >= len(cut)):
+            cut.append([])
+        cut[-1].append(part)
+        seen += part.elements
+    return cut
+
+
+def _local_sgd(step: Step) -> StepTime:
+    """Replicas average their parameters once in a period; a replica is a node, inside which DDP runs."""
+    inside = step.fabric.inside_node(step.fabric.per_node) if step.fabric.nodes > 1 else step.fabric
+    found = _ddp(step, inside)
+    if step.fabric.nodes == 1:
+        return found
+    averaged = step.fabric.collective_s("all_reduce", 4 * step.elements) / step.how.period
+    return StepTime(found.compute_s, found.communication_s + averaged)
