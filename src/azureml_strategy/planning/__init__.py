@@ -1,0 +1,1 @@
+"""What a run takes, holds and costs, before anything is rented."""
