@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,10 +22,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from azureml_strategy.planning.errors import PlanError
+from azureml_strategy.planning.live_bytes import LiveBytes
 from azureml_strategy.strategies.mixed_precision import MIXED, float32_buffers
 from azureml_strategy.strategies.model_parallel.module import HasTensorParallelPlan, sharded_blocks_of
 from azureml_strategy.strategies.pipeline.partition import PipelineReady, chain_of, place_of
@@ -257,47 +256,10 @@ def _units(parts: list[_Part], item: int) -> tuple[Unit, ...]:
     return tuple(Unit(each.name, weights(each), each.block, each.kind, each.tied) for each in parts)
 
 
-class _Live(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make, as long as they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = self.gradients = self.peak = self.with_gradients = 0
-        self._known = weakref.WeakKeyDictionary[Any, int]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for each in tree_leaves(output):
-            if isinstance(each, Tensor):
-                self._count(each.untyped_storage())
-        return output
-
-    def ignore(self, tensor: Tensor) -> None:
-        """Leave a tensor out that is no activation."""
-        self._known[tensor.untyped_storage()] = 0
-
-    def begin(self) -> None:
-        """Begin anew with the peaks."""
-        self.peak, self.with_gradients = self.bytes, self.bytes + self.gradients
-
-    def _count(self, storage: Any) -> None:
-        if storage in self._known:
-            return
-        size = storage.nbytes()
-        self._known[storage] = size
-        self.bytes += size
-        weakref.finalize(storage, self._free, size)
-        self.peak = max(self.peak, self.bytes)
-        self.with_gradients = max(self.with_gradients, self.bytes + self.gradients)
-
-    def _free(self, size: int) -> None:
-        self.bytes -= size
-
-
 class _Recorder:
     """Cuts a traced step into phases."""
 
-    def __init__(self, live: _Live) -> None:
+    def __init__(self, live: LiveBytes) -> None:
         self.live = live
         self.phases: list[Phase] = []
         self._unit, self._backward = -1, False
@@ -348,7 +310,7 @@ def _traced(
         dtype: of the weights.
         cast: type of autocast; None for no autocast.
     """
-    mode, live = FakeTensorMode(allow_non_fake_inputs=True), _Live()
+    mode, live = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes()
     recorder = _Recorder(live)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
