@@ -31,8 +31,8 @@ from azureml_strategy.planning.optimizer_states import optimizer_states
 from azureml_strategy.strategies import (
     AzureMLDDPStrategy,
     AzureMLDeepSpeedStrategy,
-    AzureMLModelParallelStrategy,
     AzureMLLocalSGDStrategy,
+    AzureMLModelParallelStrategy,
     PipelineStrategy,
 )
 
@@ -225,8 +225,8 @@ def train(case: Case) -> dict[str, int]:
 def main() -> None:
     case = Case(**json.loads(sys.argv[1]))
     rank = int(os.environ.get("RANK", "0"))
-    plan = planned(case, rank)
-    Path(f"{sys.argv[2]}.{rank}").write_text(json.dumps({"measured": train(case), "planned": plan}))
+    measured = train(case)  # first: what the plan has traced would leave addresses behind
+    Path(f"{sys.argv[2]}.{rank}").write_text(json.dumps({"measured": measured, "planned": planned(case, rank)}))
 
 
 if __name__ == "__main__":
