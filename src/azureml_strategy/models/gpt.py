@@ -44,8 +44,9 @@ def rotate(states: Tensor, base: float) -> Tensor:
         base: longest wavelength over 2 pi, in tokens.
     """
     precise = at_least_float32(states)
-    # A compiler would not see the cache; it computes the table in the kernel that uses it.
-    table = _angles if torch.compiler.is_compiling() else _table
+    # A compiler would not see the cache; it computes the table in the kernel that uses it. And what a trace on fake
+    # tensors leaves there, a later step could not read.
+    table = _table if type(precise) is Tensor and not torch.compiler.is_compiling() else _angles
     cosine, sine = table(states.shape[-2], states.shape[-1], base, states.device, precise.dtype)
     first, second = precise.chunk(2, dim=-1)
     turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
