@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -10,7 +11,9 @@ from azureml_strategy.cluster.job import Price
 from azureml_strategy.gpus import GPU, gpu_of
 from azureml_strategy.network.vm_sizes import VMSize
 from azureml_strategy.planning.errors import PlanError
+from azureml_strategy.planning.fits import MemoryOf, fits
 from azureml_strategy.planning.fitted import Parameters
+from azureml_strategy.planning.memory import CONTEXT, Memory
 from azureml_strategy.planning.predict import MeasuredStep, Prediction, predict
 from azureml_strategy.planning.steps import STRATEGIES, Distribution
 from azureml_strategy.planning.workload import Workload
@@ -30,7 +33,8 @@ class Candidate:
         hours: to the end of the run; None if the recipe does not say its end.
         cost: of all nodes for that time; None without a price.
         price: of a node.
-        samples: that the run trains on.
+        memory: of the fullest GPU; None if it is not known.
+        fits: whether that and CUDA's own memory are less than the GPU has; None if it is not known.
     """
 
     size: VMSize
@@ -40,6 +44,13 @@ class Candidate:
     hours: float | None
     cost: float | None
     price: Price | None
+    memory: Memory | None
+    fits: bool | None
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What the fullest GPU holds, with CUDA's own memory."""
+        return None if self.memory is None else self.memory.total + CONTEXT
 
     @property
     def has_end(self) -> bool:
@@ -77,12 +88,14 @@ class Plan:
         candidates: the best first.
         left_out: a sentence for each size, number of nodes or strategy that cannot run it.
         rank: `cost` or `time`.
+        ends_by_steps: whether hours are those of a number of steps, not of samples.
     """
 
     workload: Workload
     candidates: tuple[Candidate, ...]
     left_out: tuple[str, ...]
     rank: str
+    ends_by_steps: bool = False
 
     @property
     def best(self) -> Candidate | None:
@@ -146,7 +159,7 @@ def make_plan(workload: Workload, wanted: Wanted, price_of: PriceOf, parameters:
             raise PlanError(f"--nodes has {count}. A job has at least one node.")
     candidates: list[Candidate] = []
     left_out: dict[str, None] = {}
-    total = _total_samples(workload, wanted)
+    memory_of = MemoryOf(workload)
     for size in wanted.sizes:
         gpu = gpu_of(size)
         if gpu is None or not size.gpus:
@@ -157,22 +170,26 @@ def make_plan(workload: Workload, wanted: Wanted, price_of: PriceOf, parameters:
             for how in _distributions(workload, wanted, size, nodes):
                 try:
                     found = _predict(workload, wanted, size, gpu, nodes, how, parameters)
+                    memory = memory_of(workload.precision or best_precision(gpu), how, found.gpus)
                 except PlanError as error:
                     left_out[str(error)] = None
                     continue
-                candidates.append(_candidate(workload, size, nodes, how, found, price, total))
+                hours = _hours(workload, wanted, found)
+                cost = None if hours is None or price is None else hours * nodes * price.per_hour
+                held = fits(memory, gpu)
+                candidates.append(Candidate(size, nodes, how, found, hours, cost, price, memory, held))
+    left_out |= dict.fromkeys(memory_of.unknown)
     ranked = sorted(candidates, key=lambda each: _order(each, wanted))
-    return Plan(workload, tuple(ranked), tuple(left_out), wanted.rank)
+    by_steps = not (wanted.samples or workload.samples)
+    return Plan(workload, tuple(ranked), tuple(left_out), wanted.rank, by_steps)
 
 
-def _total_samples(workload: Workload, wanted: Wanted) -> float | None:
-    """Steps end a run of the smallest candidate; larger ones see as many samples in fewer steps."""
-    if wanted.samples is not None:
-        return wanted.samples
-    if workload.steps is None:
-        return workload.samples
-    least = min((size.gpus or 1 for size in wanted.sizes), default=1) * min(wanted.nodes, default=1)
-    return float(workload.steps * workload.batch_size * workload.accumulate * least)
+def _hours(workload: Workload, wanted: Wanted, found: Prediction) -> float | None:
+    """Hours to the end of the run, which so many samples or, as the recipe says, so many steps are."""
+    total = wanted.samples or workload.samples
+    if total is not None:
+        return total / found.samples_per_second / 3600
+    return None if workload.steps is None else workload.steps * found.step_s / 3600
 
 
 def _distributions(workload: Workload, wanted: Wanted, size: VMSize, nodes: int) -> Iterator[Distribution]:
@@ -248,28 +265,15 @@ def _predict(
     )
 
 
-def _candidate(
-    workload: Workload,
-    size: VMSize,
-    nodes: int,
-    how: Distribution,
-    found: Prediction,
-    price: Price | None,
-    total: float | None,
-) -> Candidate:
-    hours = None if total is None else total / found.samples_per_second / 3600
-    cost = None if hours is None or price is None else hours * nodes * price.per_hour
-    return Candidate(size, nodes, how, found, hours, cost, price)
-
-
 def _order(candidate: Candidate, wanted: Wanted) -> tuple[Any, ...]:
+    too_large = candidate.fits is False
     late = wanted.deadline is not None and (candidate.hours is None or candidate.hours > wanted.deadline)
     dear = wanted.budget is not None and (candidate.cost is None or candidate.cost > wanted.budget)
     time = 1 / candidate.prediction.samples_per_second
     cost = candidate.cost_per_million
     if wanted.rank == "time":
-        return late or dear, time
-    return late or dear, cost is None, cost or 0.0, time
+        return too_large, late or dear, time
+    return too_large, late or dear, cost is None, cost or 0.0, time
 
 
 def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -283,8 +287,7 @@ def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def submit_command(workload: Workload, candidate: Candidate) -> str:
     """The command that submits a candidate."""
-    kept = [each for each in workload.overrides if not each.startswith(("cluster=", "cluster.", "strategy="))]
-    words = ["azureml-strategy submit", workload.recipe, *kept, f"cluster={candidate.size.short_name}"]
+    words = [f"cluster={candidate.size.short_name}"]
     if candidate.nodes > 1:
         words.append(f"cluster.num_nodes={candidate.nodes}")
     if candidate.nodes > 1 and not candidate.size.infiniband:
@@ -295,7 +298,9 @@ def submit_command(workload: Workload, candidate: Candidate) -> str:
         words.append(f"strategy.tensor_parallel_size={candidate.how.tensor_parallel_size}")
     if candidate.how.strategy == "pipeline":
         words.append(f"strategy.num_stages={candidate.how.num_stages}")
-    return " ".join(words)
+    chosen = {each.partition("=")[0] for each in words} | {"cluster.num_nodes", "strategy"}
+    kept = [each for each in workload.overrides if each.partition("=")[0].lstrip("+") not in chosen]
+    return shlex.join(["azureml-strategy", "submit", workload.recipe, *kept, *words])
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -320,6 +325,9 @@ def _as_values(workload: Workload, candidate: Candidate) -> Mapping[str, Any]:
         "infiniband": candidate.size.infiniband,
         "strategy": {each.name: getattr(candidate.how, each.name) for each in fields(Distribution)},
         **predicted,
+        "memory": candidate.memory and {each.name: getattr(candidate.memory, each.name) for each in fields(Memory)},
+        "memory_bytes": candidate.memory_bytes,
+        "fits": candidate.fits,
         "hours": candidate.hours,
         "cost": candidate.cost,
         "currency": candidate.price.currency if candidate.price else None,

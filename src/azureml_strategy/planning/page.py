@@ -13,7 +13,7 @@ from azureml_strategy.tracking.tables import print_table
 
 _ROWS = 12  # of the table; the JSON has all
 _TEXTS = ("size", "strategy", "bound by")
-_WIDTH = 160
+_WIDTH = 200
 
 
 def print_plan(plan: Plan, rows: int = _ROWS, written: str = "") -> None:
@@ -55,13 +55,14 @@ def _columns(plan: Plan) -> dict[str, Callable[[Candidate], str]]:
         "GPUs": lambda each: f"{each.prediction.gpus} {each.size.gpu_model}",
         "strategy": lambda each: each.strategy,
         f"{workload.unit}/s": lambda each: f"{each.prediction.samples_per_second * workload.per_sample:,.0f}",
-        "range": lambda each: _range(each, workload.per_sample),
+        "+-": lambda each: f"{each.prediction.high / each.prediction.samples_per_second - 1:.0%}",
         "efficiency": lambda each: f"{each.prediction.efficiency:.0%}",
         "step, ms": lambda each: _milliseconds(each.prediction.step_s),
         "compute": lambda each: _milliseconds(each.prediction.compute_s),
         "network": lambda each: _milliseconds(each.prediction.communication_s),
         "bubble": lambda each: _milliseconds(each.prediction.bubble_s),
         "data": lambda each: _milliseconds(each.prediction.data_s),
+        "GB a GPU": _gigabytes,
         "hours": lambda each: "" if each.hours is None else f"{each.hours:,.3g}",
         f"{currency}": lambda each: "" if each.cost is None else format_money(each.cost),
         f"{currency} per 10^6": lambda each: (
@@ -71,9 +72,10 @@ def _columns(plan: Plan) -> dict[str, Callable[[Candidate], str]]:
     }
 
 
-def _range(each: Candidate, per_sample: int) -> str:
-    low, high = each.prediction.low * per_sample, each.prediction.high * per_sample
-    return f"{low:,.0f}-{high:,.0f}"
+def _gigabytes(each: Candidate) -> str:
+    if each.memory_bytes is None:
+        return ""
+    return f"{each.memory_bytes / 1e9:,.1f}{' NO' if each.fits is False else ''}"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -86,14 +88,23 @@ def _currency(plan: Plan) -> str:
 
 def _remarks(plan: Plan, shown: Sequence[Candidate]) -> Iterator[str]:
     best = shown[0]
-    yield f"Speed is derived from {best.prediction.basis}; a range holds the truth two times of three."
+    yield f"Speed is derived from {best.prediction.basis}; two of three true rates lie within the column +-."
     yield from _up_or_out(shown)
+    large = [each for each in shown if each.fits is False and each.memory is not None]
+    if large:
+        held = large[0].memory.text() if large[0].memory else ""
+        yield f"NO: more than the GPU has. {large[0].size.name}, {large[0].strategy}: {held}."
     slow = [each for each in shown if each.nodes > 1 and not each.size.infiniband]
     if slow:
         names = ", ".join(sorted({each.size.name for each in slow}))
         yield f"Without InfiniBand, several nodes exchange gradients over Ethernet: {names}."
     if all(each.price is None for each in plan.candidates):
         yield "No cost: no price is known. Give --price SIZE=X, or --region for Azure's price list."
+    if best.hours is not None and plan.ends_by_steps:
+        yield (
+            f"Hours are those of the recipe's {plan.workload.steps:,} steps, in which more GPUs train on more samples. "
+            "Give --samples N to compare equal trainings."
+        )
     if best.hours is None:
         yield "No hours: the recipe does not say on how many samples it trains. Give --samples N."
     for sentence in plan.left_out[:5]:

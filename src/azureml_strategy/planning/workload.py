@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,8 +42,8 @@ class Workload:
         per_sample: units of a sample.
         samples: that the whole run trains on; None if the recipe does not say it.
         steps: optimizer steps of the whole run, where steps end it.
-        vm_size: the size that the recipe names.
-        nodes: of its cluster.
+        module: on the meta device, for its memory.
+        make_batch: a batch of so many samples on the meta device.
     """
 
     recipe: str
@@ -60,8 +60,8 @@ class Workload:
     per_sample: int
     samples: float | None
     steps: int | None
-    vm_size: str | None
-    nodes: int
+    module: LightningModule
+    make_batch: Callable[[int], Any]
 
 
 def read_workload(recipe: str, overrides: Sequence[str]) -> Workload:
@@ -102,7 +102,10 @@ def _workload(recipe: str, overrides: Sequence[str], config: DictConfig, hydra: 
     if not isinstance(batch_size, int) or batch_size < 1:
         raise PlanError(f"data.batch_size is {batch_size!r}. Give the samples of a step and process, such as 32.")
     trainer, strategy = config.trainer, dict(config.strategy)
-    network, per_sample = _network(config, batch_size)
+    batch, tokens = _batch(config, batch_size)
+    module = _module(config)
+    name = f"{type(module).__name__} on {tokens} tokens" if tokens else type(module).__name__
+    network = network_of_module(module, batch, batch_size, name)
     unit = OmegaConf.select(config, "tracking.throughput.unit") or "samples"
     accumulate = int(trainer.get("accumulate_grad_batches") or 1)
     steps = int(trainer.max_steps) if (trainer.get("max_steps") or -1) > 0 else None
@@ -118,11 +121,11 @@ def _workload(recipe: str, overrides: Sequence[str], config: DictConfig, hydra: 
         accumulate=accumulate,
         optimizer="sgd" if "ImageClassifier" in str(config.model._target_) else "adam",
         unit=unit,
-        per_sample=per_sample if unit == "tokens" else 1,
+        per_sample=tokens if unit == "tokens" and tokens else 1,
         samples=_samples(config),
         steps=steps,
-        vm_size=OmegaConf.select(config, "cluster.vm_size"),
-        nodes=int(OmegaConf.select(config, "cluster.num_nodes") or 1),
+        module=module,
+        make_batch=lambda size: _batch(config, size)[0],
     )
 
 
@@ -147,9 +150,8 @@ def _samples(config: DictConfig) -> float | None:
     return None
 
 
-def _network(config: DictConfig, batch_size: int) -> tuple[Network, int]:
-    """The recipe's network on the meta device, and the tokens of a sample."""
-    batch, tokens = _batch(config, batch_size)
+def _module(config: DictConfig) -> LightningModule:
+    """The recipe's module on the meta device, with its layers."""
     with torch.device("meta"):
         module = make("model", config.model)
         if not isinstance(module, LightningModule):
@@ -160,8 +162,7 @@ def _network(config: DictConfig, batch_size: int) -> tuple[Network, int]:
             raise PlanError(
                 f"{type(module).__name__} cannot be built without its weights ({type(error).__name__}: {error})."
             ) from error
-    name = type(module).__name__ if not tokens else f"{type(module).__name__} on {tokens} tokens"
-    return network_of_module(module, batch, batch_size, name), max(tokens, 1)
+    return module
 
 
 def _batch(config: DictConfig, size: int) -> tuple[Any, int]:
