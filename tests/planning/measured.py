@@ -2,10 +2,10 @@
 
     python tests/planning/measured.py CASE RESULTS
 
-CASE is the JSON of a `Case`. What tensors take is told by torch's allocator, as the profiler records it: each allocation
-and each release, in the process's own thread. Gloo releases some tensors in threads of its own, which nobody records.
-So the bytes between two steps are those of all tensors that Python's garbage collector knows, and the allocator tells
-how far a step rises above them.
+CASE is the JSON of a `Case`. What tensors take is told by torch's allocator, as the profiler records it: each
+allocation and each release, in the process's own thread. Gloo releases some tensors in threads of its own, which nobody
+records. So the bytes between two steps are those of all tensors that Python's garbage collector knows, and the
+allocator tells how far a step rises above them.
 """
 
 from __future__ import annotations
@@ -100,8 +100,7 @@ def batch_of(case: Case) -> tuple[Tensor, Tensor]:
 def strategy_of(case: Case) -> Any:
     name = case.strategy
     if name.startswith("zero"):
-        sizes = {"allgather_bucket_size": BUCKET, "reduce_bucket_size": BUCKET}
-        return AzureMLDeepSpeedStrategy(stage=int(name[-1]), **sizes)
+        return AzureMLDeepSpeedStrategy(stage=int(name[-1]), allgather_bucket_size=BUCKET, reduce_bucket_size=BUCKET)
     if name == "fsdp2":
         return AzureMLModelParallelStrategy(tensor_parallel_size=1, activation_checkpointing=case.recompute)
     if name == "pipeline":
@@ -145,7 +144,7 @@ class Batches:
     """The same batch again and again."""
 
     def __init__(self, batch: Any) -> None:
-        self.batch = batch
+        self.batch, self.batch_size = batch, len(batch[0])
 
     def __len__(self) -> int:
         return STEPS

@@ -288,7 +288,7 @@ class _Recorder:
         self.enter(-1, False)
         for each in tensors:
             if each.requires_grad:
-                each.register_hook(lambda _: self.enter(unit, True))
+                each.register_hook(lambda _: self.enter(unit, True))  # type: ignore[no-untyped-call]
 
     def accumulated(self, parameter: Tensor) -> None:
         """Take a gradient out of the activations; a hook."""
@@ -331,7 +331,8 @@ def _traced(
                 stack.callback(hook.remove)
         for each in module.parameters():
             if each.requires_grad:
-                stack.callback(each.register_post_accumulate_grad_hook(recorder.accumulated).remove)
+                handle = each.register_post_accumulate_grad_hook(recorder.accumulated)  # type: ignore[no-untyped-call]
+                stack.callback(handle.remove)
         _step(module, given, cast)
         recorder.enter(-1, True)
     return tuple(recorder.phases[1:])
@@ -368,17 +369,14 @@ def _with_fakes(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         fakes[each] = nn.Parameter(_fake(each, dtype if each.is_floating_point() else each.dtype), each.requires_grad)
     for buffer in module.buffers():
         fakes[buffer] = _fake(buffer, buffer.dtype)
-    places = [
-        (owner, held, name, each)
-        for owner in module.modules()
-        for held in (owner._parameters, owner._buffers)
-        for name, each in held.items()
-        if each is not None
-    ]
-    for _, held, name, each in places:
+    tables: list[dict[str, Any]] = []
+    for owner in module.modules():
+        tables += [owner._parameters, owner._buffers]
+    places = [(held, name, each) for held in tables for name, each in held.items() if each is not None]
+    for held, name, each in places:
         held[name] = fakes[each]
     try:
         yield
     finally:
-        for _, held, name, each in places:
+        for held, name, each in places:
             held[name] = each

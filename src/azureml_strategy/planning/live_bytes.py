@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages, each once, while it is active. Tensors from before count only if an operation returns them.
 
     Attributes:
@@ -21,7 +21,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.gradients = self.peak = self.with_gradients = 0
         self._known = weakref.WeakKeyDictionary[Any, int]()
 

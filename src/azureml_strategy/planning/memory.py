@@ -329,15 +329,20 @@ def _fsdp2(footprint: Footprint, placement: Placement, optimizer: OptimizerState
     # The first block's row is copied out while the next one arrives.
     ahead = (2 if ranks > 1 else 1) * largest
     phases = _recomputed(footprint) if placement.recompute else footprint.half_phases
-    found = []
+    found, done = [], 0
     for phase in phases:
+        done += phase.gradients
         in_block = phase.unit >= 0 and footprint.units[phase.unit].block
         gathered = compute * (root + (ahead if in_block else 0))
         # A block's gradients are reduced from one row; those of the root stay whole until the end.
         buckets = (reduce * largest * (ranks > 1) if in_block else 0) if phase.backward else 0
         of_root = compute * root if phase.backward else 0
+        # Those of the last step are there until the backward pass begins.
+        sum_of = done / max(footprint.trainable, 1) if phase.backward and placement.accumulate == 1 else 1
         moment = "backward" if phase.backward else "forward"
-        found.append(moments.at(moment, phase.peak, gathered=gathered, buckets=buckets, gradients=gradients + of_root))
+        found.append(
+            moments.at(moment, phase.peak, gathered=gathered, buckets=buckets, gradients=gradients * sum_of + of_root)
+        )
     workspace = _workspace(footprint, optimizer, trained / max(footprint.trainable, 1) / ranks)
     return [*found, moments.at("step", footprint.batch, gradients=gradients, workspace=workspace)]
 
@@ -365,36 +370,45 @@ def _recomputed(footprint: Footprint, all_units: bool = False) -> tuple[Phase, .
 def _pipeline(footprint: Footprint, placement: Placement, optimizer: OptimizerStates) -> list[Memory]:
     """A stage's parameters; in 1F1B, stage i of p keeps min(p - i, m) micro-batches (Narayanan et al. 2021)."""
     start, stop = _bounds(footprint, placement)
-    last = placement.stage == placement.stages - 1
     units = footprint.units[start:stop]
     copies = sum(unit.tied for unit in units) // _item(footprint) * (placement.stages > 1)
     mixed = footprint.precision == "bf16-mixed"
     item, trained = _computing_item(footprint), sum(unit.trainable for unit in units) + copies
     elements = sum(unit.elements for unit in units) + copies
-    phases = [
-        each
-        for each in (_recomputed(footprint, True) if placement.recompute else footprint.half_phases)
-        if start <= each.unit < stop or (last and each.unit < 0)
-    ]
+    phases = _of_units(_recomputed(footprint, True) if placement.recompute else footprint.half_phases, start, stop)
+    if placement.stage < placement.stages - 1:
+        phases = [each for each in phases if each.unit >= 0]
     forward = [each for each in phases if not each.backward]
-    kept = sum(each.end - each.start for each in forward)
+    kept = sum(each.end - each.start for each in forward if each.unit >= 0)
     base = min((each.start for each in phases), default=0)
     flying = min(placement.stages - placement.stage, placement.micro_batches)
-    buffers = flying * (forward[0].output if forward and placement.stage else 0)
+    # DeepSpeed keeps the last outputs of its buffers; the last stage's are those of all micro-batches.
+    outputs = [each.output for each in forward if each.output]
+    several = placement.stages > 1
+    held = placement.micro_batches if placement.stage == placement.stages - 1 else 1
+    received = [each.output for each in footprint.half_phases if each.unit == start - 1 and not each.backward]
+    buffers = held * outputs[-1] + sum(received) if several and outputs else 0
     parameters = elements * item + footprint.buffers
     part = trained / placement.replicas if mixed else trained
     tensors = 2 if mixed else sum(w.trainable for unit in units for w in unit.weights)
     states = (4 * part if mixed else 0) + optimizer.kept(part, tensors)
     gradients = trained * item + (4 * trained if mixed else 0)
-    resident = parameters + states + (4 * trained if mixed else 0)
+    resident = parameters + states + buffers + (4 * trained if mixed else 0)
     moments = _Moments(parameters, states, resident)
     highest = max((each.peak for each in phases), default=base) - base
     largest = max((w.elements for unit in units for w in unit.weights if w.trainable), default=0)
     workspace = optimizer.workspace * (part if mixed or optimizer.together else largest)
     return [
         moments.at("backward", (flying - 1) * kept + highest, gradients=gradients, buckets=buffers),
-        moments.at("step", footprint.batch, gradients=gradients, workspace=workspace),
+        moments.at("step", footprint.batch, gradients=gradients, workspace=workspace, buckets=buffers),
     ]
+
+
+def _of_units(phases: Sequence[Phase], start: int, stop: int) -> list[Phase]:
+    """Return a stage's phases: those of its units and those between them; on the last stage the loss is between."""
+    own = [index for index, each in enumerate(phases) if start <= each.unit < stop]
+    span = phases[own[0] : own[-1] + 1] if own else []
+    return [each for each in span if start <= each.unit < stop or each.unit < 0]
 
 
 def _bounds(footprint: Footprint, placement: Placement) -> tuple[int, int]:
