@@ -16,7 +16,7 @@ JOB = $(addprefix tests/,checkpoint cluster control hang_detection huggingface m
 	situations strategies tracking test_forks.py test_gpus.py test_import_hook.py test_mpi.py test_plugin.py test_pytorch_lightning.py \
 	test_sequence_parallel.py)
 RECIPES = $(addprefix tests/,data gpu models training hydra_plugins)
-DESK = $(addprefix tests/,bench cli documentation emulator examples faults jobs reporting serving study test_benchmark_scripts.py \
+DESK = $(addprefix tests/,bench cli documentation emulator examples faults jobs planning reporting serving study test_benchmark_scripts.py \
 	test_architecture.py test_benchmarks.py test_cli.py test_command_line.py test_docs.py test_fuzz.py test_hidden_gpus.py test_import_weight.py test_inside.py test_internals.py \
 	test_lazy.py test_lint.py test_packaging.py test_release.py test_suite.py)
 SOURCES = pyproject.toml constraints.txt

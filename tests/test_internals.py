@@ -40,6 +40,8 @@ OTHERS = {
             "_forward_pre_hooks",
             "_NormBase",
             "_is_mkldnn_bf16_supported",
+            "_overloadpacket",
+            "_schema",
             "_iterator",
             "_spec",
             "_tensor_name",
