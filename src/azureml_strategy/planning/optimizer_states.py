@@ -81,7 +81,9 @@ def _trial(
     parameter.grad = torch.ones_like(parameter)
     optimizer = make([parameter])
     optimizer.step()
-    kept = sum(each.nbytes for each in tree_leaves(dict(optimizer.state)) if isinstance(each, Tensor))
+    states = [each for each in tree_leaves(dict(optimizer.state)) if isinstance(each, Tensor)]
     with LiveBytes() as live:
+        for tensor in (parameter, parameter.grad, *states):
+            live.ignore(tensor)
         optimizer.step()
-    return kept, live.peak, optimizer
+    return sum(each.nbytes for each in states), live.peak, optimizer
