@@ -69,6 +69,11 @@ def test_compile_restart(tmp_path: Path) -> None:
     assert figures["target"].keys() == {"figure", "at_most", "met"}
 
 
+def test_planned_rates(tmp_path: Path) -> None:
+    figures = run("planned_rates", tmp_path, "--without-fit")
+    assert all(abs(each["error"]) < 0.2 for each in figures["one_gpu"])
+
+
 def test_submit(tmp_path: Path) -> None:
     figures = run("submit", tmp_path, "--rounds", "1", "--warmup", "0", "--files", "200")
     assert figures["targets"].keys() == {"azureml-strategy submit --dry-run", "list_snapshot"}

@@ -299,7 +299,12 @@ def submit_command(workload: Workload, candidate: Candidate) -> str:
     if candidate.how.strategy == "pipeline":
         words.append(f"strategy.num_stages={candidate.how.num_stages}")
     chosen = {each.partition("=")[0] for each in words} | {"cluster.num_nodes", "strategy"}
-    kept = [each for each in workload.overrides if each.partition("=")[0].lstrip("+") not in chosen]
+    same = candidate.how.strategy == workload.strategy
+    kept = [
+        each
+        for each in workload.overrides
+        if (key := each.partition("=")[0].lstrip("+")) not in chosen and (same or not key.startswith("strategy."))
+    ]
     return shlex.join(["azureml-strategy", "submit", workload.recipe, *kept, *words])
 
 

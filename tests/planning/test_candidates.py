@@ -1,0 +1,123 @@
+"""Which size, number of nodes and strategy is the best."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from azureml_strategy.cluster.job import Price
+from azureml_strategy.jobs.recipe import plan_recipe
+from azureml_strategy.network.vm_sizes import VMSize, lookup_vm_size
+from azureml_strategy.planning import PlanError
+from azureml_strategy.planning.candidates import Plan, Wanted, as_json, frontier, make_plan, submit_command
+from azureml_strategy.planning.page import draw_plan, print_plan
+from azureml_strategy.planning.workload import Workload, read_workload
+
+_PRICES = {"Standard_ND96isr_H100_v5": 98.0, "Standard_NC24ads_A100_v4": 3.7}
+_SIZES = tuple(map(lookup_vm_size, _PRICES))
+
+
+@pytest.fixture(scope="module")
+def resnet() -> Workload:
+    return read_workload("resnet50_imagenet", [])
+
+
+def _price(size: VMSize) -> Price | None:
+    return Price(_PRICES.get(size.name, 1.0), "EUR", "test")
+
+
+def _plan(workload: Workload, **wanted: Any) -> Plan:
+    return make_plan(workload, Wanted(**{"sizes": _SIZES, "nodes": (1, 2, 8), **wanted}), _price)
+
+
+def test_the_cheapest_is_first_and_cost_is_nodes_times_hours_times_price(resnet: Workload) -> None:
+    plan = _plan(resnet)
+    costs = [each.cost for each in plan.candidates]
+    assert costs == sorted(costs, key=lambda cost: cost or 0)
+    best = plan.best
+    assert best is not None
+    assert (best.size.name, best.nodes) == ("Standard_NC24ads_A100_v4", 1)
+    seconds = 90 * 1_281_167 / best.prediction.samples_per_second
+    assert best.cost == pytest.approx(seconds / 3600 * 3.7)
+
+
+def test_ranked_by_time_deadline_and_budget(resnet: Workload) -> None:
+    fastest = _plan(resnet, rank="time").best
+    assert fastest is not None
+    assert (fastest.size.name, fastest.nodes) == ("Standard_ND96isr_H100_v5", 8)
+    in_time = _plan(resnet, deadline=1.0).best
+    assert in_time is not None
+    assert (in_time.hours or 9) <= 1.0
+    assert in_time.size.name == "Standard_ND96isr_H100_v5"
+    within = _plan(resnet, rank="time", budget=70.0).best
+    assert within is not None
+    assert (within.cost or 99) <= 70.0
+
+
+def test_no_price_is_no_cost(resnet: Workload) -> None:
+    plan = make_plan(resnet, Wanted(sizes=_SIZES), lambda size: None)
+    assert {each.cost for each in plan.candidates} == {None}
+    assert draw_plan(plan) is None
+
+
+def test_the_frontier_has_what_nothing_beats(resnet: Workload) -> None:
+    plan = _plan(resnet)
+    best = frontier(plan.candidates)
+    for each in best:
+        assert not any(
+            (other.hours or 0) < (each.hours or 0) and (other.cost or 0) < (each.cost or 0) for other in plan.candidates
+        )
+    assert len(best) >= 2
+
+
+def test_the_picture_and_the_table_show_both_ways_to_scale(
+    resnet: Workload, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = _plan(resnet)
+    assert (draw_plan(plan) or b"").startswith(b"\x89PNG")
+    print_plan(plan, rows=1)
+    shown = capsys.readouterr().out
+    assert "Scaling up: one Standard_NC24ads_A100_v4. Scaling out: 2 nodes of Standard_NC24ads_A100_v4" in shown
+    assert "Without InfiniBand, several nodes exchange gradients over Ethernet" in shown
+    assert "To run the first: azureml-strategy submit resnet50_imagenet cluster=nc24ads_a100_v4\n" in shown
+
+
+def test_every_command_is_one_that_submit_takes(resnet: Workload) -> None:
+    gpt = read_workload("gpt_pipeline", ["strategy.num_stages=4", "model=gpt_350m"])
+    for workload, words in ((resnet, ()), (gpt, ("pipeline", "model_parallel", "ddp"))):
+        for each in _plan(workload, nodes=(1, 2), strategies=words).of_places():
+            program, *arguments = submit_command(workload, each).split()[2:]
+            job = plan_recipe(program, arguments)
+            assert (job.cluster.vm_size, job.cluster.num_nodes) == (each.size.name, each.nodes)
+
+
+def test_a_large_model_fits_only_where_it_is_sharded() -> None:
+    gpt = read_workload("gpt_ddp", ["model=gpt_3b", "data.batch_size=1"])
+    plan = _plan(gpt, sizes=_SIZES[:1], nodes=(1,), strategies=("ddp", "deepspeed_stage_3"), rank="time")
+    by_name = {each.how.strategy: each for each in plan.candidates}
+    assert (by_name["ddp"].memory_bytes or 0) > 2.5 * (by_name["deepspeed_stage_3"].memory_bytes or 0)
+    assert by_name["deepspeed_stage_3"].fits
+    small = _plan(gpt, sizes=(lookup_vm_size("NC64as_T4_v3"),), nodes=(1,), strategies=("ddp",))
+    assert [each.fits for each in small.candidates] == [False]
+    assert plan.best is not None
+    assert plan.best.fits
+
+
+def test_the_json_has_each_part(resnet: Workload, tmp_path: Path) -> None:
+    content = json.loads(json.dumps(as_json(_plan(resnet))))
+    first = content["candidates"][0]
+    assert {"samples_per_second", "low", "high", "memory", "cost", "currency", "command", "naive"} <= first.keys()
+    assert first["memory"]["parameters"] > 100e6
+
+
+def test_a_strategy_that_cannot_run_it_is_left_out_in_a_sentence(resnet: Workload) -> None:
+    with pytest.raises(PlanError, match="No strategy is known as 'zero'"):
+        _plan(resnet, strategies=("zero",))
+    odd = replace(resnet, settings={"num_stages": 3}, strategy="pipeline")
+    plan = _plan(odd, strategies=("pipeline",), nodes=(1,))
+    assert not plan.candidates
+    assert any("multiple" in sentence for sentence in plan.left_out)
