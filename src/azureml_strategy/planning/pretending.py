@@ -1,4 +1,4 @@
-"""This process believes that it is one rank of a job, and takes two steps: what of torch and Lightning that needs.
+"""This process believes that it is one rank of a job, and takes three steps: what of torch and Lightning that needs.
 
 `begin` prepares it, in a process that has the variables of such a rank. What the rank holds goes into a file, and the
 process ends there: nothing after the step runs, and nothing of a run is written.
@@ -39,10 +39,8 @@ from azureml_strategy.planning.unwritten_tensors import UnwrittenTensors
 
 # What our strategies, data modules and Lightning raise where something does not fit: the sentence is for the user.
 _SENTENCES = (MisconfigurationException, LaunchError, ValueError)
-# Steps of the optimizer: DDP knows its buckets from the second forward pass on.
-_STEPS = 2
-# What a pipeline's stage would be told by the one before.
-messages = StageMessages()
+# Steps of the optimizer: DDP makes its buckets in the second one, and tells their sizes in the third.
+_STEPS = 3
 
 
 def begin(module: ModuleType | None = None) -> None:
@@ -55,7 +53,8 @@ def begin(module: ModuleType | None = None) -> None:
     _take_steps()
     _load_in_this_process()
     when_imported("mlflow", _keep_store)
-    when_imported("azureml_strategy.strategies.pipeline.engine", _answer_stages)
+    when_imported("azureml_strategy.strategies.pipeline.strategy", StageMessages().install)
+    when_imported("deepspeed.runtime.zero.utils", _agree)
     sys.excepthook = _report_error
     UnwrittenTensors().__enter__()
 
@@ -87,10 +86,6 @@ class ReportStep(Callback):
         self._gradients = 0
         self._batch: list[list[int]] = []
         self._began = time.monotonic()
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        messages.chain = getattr(trainer.strategy, "chain", None)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -154,7 +149,7 @@ def _answer_for_all() -> None:
 
 
 def _take_steps() -> None:
-    """Let every Trainer train on CPUs for two steps, and record nothing."""
+    """Let every Trainer train on CPUs for three steps, and record nothing."""
     make = Trainer.__init__
 
     @functools.wraps(make)
@@ -196,8 +191,10 @@ def _keep_store(mlflow: Any) -> None:
     mlflow.set_tracking_uri = lambda uri: None
 
 
-def _answer_stages(module: ModuleType) -> None:
-    messages.install(module.StageEngine)
+def _agree(module: Any) -> None:
+    """Let ZeRO compare no numbers with those of rank 0, which is not there."""
+    module.assert_lst_len_same_as_other_ranks = lambda numbers: None
+    module.assert_ints_same_as_other_ranks = lambda numbers: None
 
 
 def _report_error(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:

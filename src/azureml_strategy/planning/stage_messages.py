@@ -11,7 +11,7 @@ from itertools import chain as joined
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from azureml_strategy.planning.pretended_group import PretendedGroup
 
@@ -21,26 +21,34 @@ if TYPE_CHECKING:
 
 
 class StageMessages:
-    """Answers a stage that waits for the shapes of its inputs. 
-
-    Attributes:
-        chain: all layers of the module that is trained.
-    """
+    """Answers a stage that waits for the shapes of its inputs. `install` it before a module is cut."""
 
     def __init__(self) -> None:
-        self.chain: Chain | None = None
+        self._chain: Chain | None = None
+        self._layers: list[nn.Module] = []
         self._shapes: list[int] = []
 
-    def install(self, engine_class: Any) -> None:
-        """Take the place of what DeepSpeed receives, in all engines of a class."""
-        run_batch = engine_class.train_batch
+    def install(self, strategy: Any) -> None:
+        """Take the place of what DeepSpeed receives.
+
+        Args:
+            strategy: the module `azureml_strategy.strategies.pipeline.strategy`.
+        """
+        from azureml_strategy.strategies.pipeline.cutting import as_module
+
+        find, run_batch = strategy.find_chain, strategy.StageEngine.train_batch
+
+        def find_chain(*arguments: Any) -> Chain:
+            chain: Chain = find(*arguments)
+            self._chain, self._layers = chain, [as_module(layer.build()) for layer in chain.layers]
+            return chain
 
         def train_batch(engine: StageEngine, batches: Iterator[Any]) -> Any:
             first = next(batches)
             self._shapes = self._message(engine, first[0])
             return run_batch(engine, joined([first], batches))
 
-        engine_class.train_batch = train_batch
+        strategy.find_chain, strategy.StageEngine.train_batch = find_chain, train_batch
         PretendedGroup.answer = self._answer  # type: ignore[method-assign]
 
     def _answer(self, tensor: Tensor) -> None:
@@ -60,12 +68,9 @@ class StageMessages:
         return [2, len(outputs), *joined.from_iterable(described)]
 
     def _outputs_before(self, first: int, engine: StageEngine, inputs: Any) -> Any:
-        from azureml_strategy.strategies.pipeline.cutting import as_module
-
-        assert self.chain is not None
+        assert self._chain is not None
         kind = next((each.dtype for each in engine.module.parameters() if each.is_floating_point()), torch.float32)
         with torch.no_grad():
-            for index, layer in enumerate(self.chain.layers[:first]):
-                built = as_module(layer.build())
-                inputs = self.chain.view(index, built.to(kind))(inputs)
+            for index, layer in enumerate(self._layers[:first]):
+                inputs = self._chain.view(index, layer.to(kind))(inputs)
         return inputs

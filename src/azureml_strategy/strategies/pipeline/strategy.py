@@ -41,7 +41,6 @@ from azureml_strategy.lightning_internals import skip_backward, updates_logs
 from azureml_strategy.strategies.compilation import Compile
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.mixed_precision import MIXED, float32_buffers
-from azureml_strategy.strategies.pipeline.chain import Chain
 from azureml_strategy.strategies.pipeline.checkpoint import PipelineLayout
 from azureml_strategy.strategies.pipeline.cutting import Cut, find_chain
 from azureml_strategy.strategies.pipeline.engine import PipelineRun, StageClock, StageEngine
@@ -164,11 +163,6 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     def pipeline_stage(self) -> int:
         """The stage of this rank, once the model is set up."""
         return int(self.deepspeed_engine.stage_id)
-
-    @property
-    def chain(self) -> Chain:
-        """All layers of the module, those of other stages too, once it is set up."""
-        return self._chain
 
     @property
     def stage_sizes(self) -> list[tuple[int, int, int]]:
