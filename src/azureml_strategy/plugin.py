@@ -22,6 +22,7 @@ from azureml_strategy.cluster.environ import (
     HANG_WATCH_SWITCH,
     LAUNCH_SWITCH,
     NETWORK_RECORD_SWITCH,
+    PRETEND_VARIABLE,
     REPLICA_CHECK_SWITCH,
     TERMINATION_SWITCH,
     THROUGHPUT_SWITCH,
@@ -59,6 +60,8 @@ def register_when_lightning_is_imported() -> None:
     if in_azure_ml(os.environ) and not switched_off(os.environ, TRACKING_SWITCH):
         join = partial(_make, "azureml_strategy.tracking.run", "join_job_run")
         when_imported("mlflow.tracking.fluent", join)
+    if PRETEND_VARIABLE in os.environ:
+        when_imported("lightning.pytorch", partial(_make, "azureml_strategy.planning.pretending", "begin"))
 
 
 def job_callbacks() -> list[Callback]:

@@ -44,6 +44,8 @@ DEFAULT_PORT = 6105
 EVENTS_VARIABLE = "AZUREML_STRATEGY_SCHEDULED_EVENTS"
 # The variables of communication that a plan, not the user, has set in this process or its parent, as JSON.
 PLANNED_VARIABLES = "AZUREML_STRATEGY_PLANNED"
+# The file into which a process reports that pretends to be a rank: see `azureml_strategy.planning`.
+PRETEND_VARIABLE = "AZUREML_STRATEGY_PRETEND"
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
 _INITIAL_ENVIRON = "/proc/self/environ"
 _PLACEHOLDERS = ("localhost", "localhost.localdomain", "ip6-localhost", "127.0.0.1", "127.0.1.1", "::1", "0.0.0.0")
@@ -66,7 +68,7 @@ _PREFIX = "AZUREML_STRATEGY_"
 # Variables that other rooms read.
 _OTHERS = ("RESUME", "LAUNCHER", "MAX_SAMPLES", "PRICE_PER_HOUR", "PRICE_CURRENCY", "PRICE_SOURCE", "PRICE_DATE")
 _PRICE = f"{_PREFIX}PRICE_PER_HOUR"
-KNOWN = (*SWITCHES, EVENTS_VARIABLE, PLANNED_VARIABLES, *(f"{_PREFIX}{each}" for each in _OTHERS))
+KNOWN = (*SWITCHES, EVENTS_VARIABLE, PLANNED_VARIABLES, PRETEND_VARIABLE, *(f"{_PREFIX}{each}" for each in _OTHERS))
 # These take other words than `off`. The code that reads them warns of a wrong word.
 _WITH_WORDS = (CHECKPOINT_SWITCH, HANG_WATCH_SWITCH)
 _MEANS_ON = ("", "on", "1", "true", "yes")

@@ -27,7 +27,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from azureml_strategy.cluster.environ import LaunchError
+from azureml_strategy.cluster.environ import PRETEND_VARIABLE, LaunchError
 from azureml_strategy.cluster.environment import AzureMLEnvironment
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.node_discovery import learn_launch
@@ -249,7 +249,8 @@ class LaunchedProcesses:
             note_failure(failed=False)
             return
         try:
-            if self._job_environment is not None:
+            # A pretended rank has no others to wait for, and no network.
+            if self._job_environment is not None and PRETEND_VARIABLE not in os.environ:
                 self._start_on_network(self._job_environment.launch)
             else:
                 super().setup_environment()  # type: ignore[misc]

@@ -123,10 +123,13 @@ class Cut:
         """Refuse parameters that were made after the module was cut."""
         self._refuse_outside(name for name, each in self._module.named_parameters() if each.requires_grad)
 
+    def sizes(self) -> list[tuple[int, int, int]]:
+        """Return the first layer, the last layer and the trainable parameters of each stage."""
+        return [(start, stop - 1, sum(self.parameters[start:stop])) for start, stop in pairwise(self.bounds)]
+
     def summary(self, replicas: int) -> str:
         """Describe the stages in one line."""
-        stages = pairwise(self.bounds)
-        words = [f"layers {start} to {stop - 1}: {sum(self.parameters[start:stop]):,}" for start, stop in stages]
+        words = [f"layers {first} to {last}: {parameters:,}" for first, last, parameters in self.sizes()]
         return f"Pipeline of {len(words)} stages x {replicas} replicas; parameters by stage: {'; '.join(words)}"
 
     def _ties_stages(self, index: int) -> bool:

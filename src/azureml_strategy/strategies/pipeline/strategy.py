@@ -165,6 +165,12 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         return int(self.deepspeed_engine.stage_id)
 
     @property
+    def stage_sizes(self) -> list[tuple[int, int, int]]:
+        """First layer, last layer and number of trainable parameters of each stage, once the module is set up."""
+        assert self._cut is not None
+        return self._cut.sizes()
+
+    @property
     def stage_groups(self) -> tuple[ProcessGroup, ProcessGroup]:
         """The replicas of this rank's stage, and one rank of each stage, once the model is set up."""
         grid = self.deepspeed_engine.grid
