@@ -23,6 +23,7 @@ examples:
   azureml-strategy plan resnet50_imagenet --nodes 1,2,4 --price nd96isr_h100_v5=98.32
   azureml-strategy plan gpt_zero3 model=gpt_7b --sizes nd96isr_h100_v5,nd96amsr_a100_v4 --region eastus --deadline 24
   azureml-strategy plan resnet50_imagenet --step-ms 66 --measured-on H100 --rank time
+  azureml-strategy plan gpt_zero3 model=gpt_1b --sizes nd96isr_h100_v5 --nodes 8 --strategies deepspeed_stage_3 --try
   azureml-strategy sizes --gpu H100 --infiniband
 Ranges say how sure it is; docs/plan.md says how it is computed and what it was checked against.
 """
@@ -72,6 +73,9 @@ def make_parser() -> argparse.ArgumentParser:
     measured.add_argument("--loader-rate", type=float, metavar="X", help="samples per second that the data gives a GPU")
     measured.add_argument("--bench", type=Path, metavar="FILE", help="JSON of `bench` on several nodes")
     _add_prices(parser)
+    parser.add_argument(
+        "--try", action="store_true", dest="tried", help="start the first candidate here, on ranks that are not there"
+    )
     parser.add_argument("--rows", type=int, default=12, metavar="N", help="rows of the table (default %(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write every candidate")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw hours against cost")
@@ -85,6 +89,7 @@ def _run(options: argparse.Namespace) -> int:
     from azureml_strategy.planning.errors import PlanError
     from azureml_strategy.planning.page import print_plan
     from azureml_strategy.planning.workload import read_workload
+    from azureml_strategy.training.recipes import RecipeError
 
     parsed = make_parser().parse_intermixed_args(options.words)
     try:
@@ -94,9 +99,21 @@ def _run(options: argparse.Namespace) -> int:
         if not plan.candidates:
             raise PlanError(f"Nothing can be planned. {' '.join(plan.left_out[:3])}")
         print_plan(plan, parsed.rows, ", ".join(_write(plan, parsed)))
-    except (PlanError, JobError, BenchError, OSError) as error:
+        return _try(plan) if parsed.tried else 0
+    except (PlanError, JobError, BenchError, RecipeError, OSError) as error:
         return fail(error)
-    return 0
+
+
+def _try(plan: Plan) -> int:
+    """Take the first steps of the best candidate on ranks that are not there; 1 if it would not start."""
+    from azureml_strategy.planning.candidates import recipe_overrides
+    from azureml_strategy.planning.preflight import try_recipe
+
+    best = plan.candidates[0]
+    overrides = recipe_overrides(plan.workload, best)
+    tried = try_recipe(plan.workload.recipe, overrides, best.nodes, best.prediction.gpus // best.nodes)
+    print_text("\n".join(tried.lines()))
+    return 0 if tried.starts else 1
 
 
 def _wanted(options: argparse.Namespace) -> Wanted:

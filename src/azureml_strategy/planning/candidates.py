@@ -205,10 +205,16 @@ def _distributions(workload: Workload, wanted: Wanted, size: VMSize, nodes: int)
             yield replace(base, num_stages=stages)
         elif name == "model_parallel" and workload.network.blocks and base.tensor_parallel_size == 1:
             yield base
-            if (size.gpus or 1) > 1:
+            if (size.gpus or 1) > 1 and _shares_matrices(workload, size.gpus or 1):
                 yield replace(base, tensor_parallel_size=size.gpus or 1)
         elif name != "local_sgd" or nodes > 1:
             yield base
+
+
+def _shares_matrices(workload: Workload, size: int) -> bool:
+    """Whether so many GPUs can share the network's matrices: it has a plan, and its heads divide."""
+    counts: Mapping[str, int] = getattr(workload.module, "tensor_parallel_counts", dict)()
+    return bool(counts) and all(count % size == 0 for count in counts.values())
 
 
 def _own_settings(workload: Workload) -> Distribution:
@@ -285,27 +291,34 @@ def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
     return found
 
 
+def recipe_overrides(workload: Workload, candidate: Candidate) -> list[str]:
+    """The user's overrides and those of the candidate's strategy, without where it runs."""
+    how, words = candidate.how, list[str]()
+    if how.strategy != workload.strategy:
+        words.append(f"strategy={how.strategy}")
+    if how.strategy == "model_parallel":
+        words.append(f"strategy.tensor_parallel_size={how.tensor_parallel_size}")
+    if how.strategy == "pipeline":
+        words.append(f"strategy.num_stages={how.num_stages}")
+    chosen = {each.partition("=")[0] for each in words} | {"cluster", "strategy"}
+    same = how.strategy == workload.strategy
+    return [*(each for each in workload.overrides if _stays(each, chosen, same)), *words]
+
+
+def _stays(override: str, chosen: set[str], same_strategy: bool) -> bool:
+    key = override.partition("=")[0].lstrip("+")
+    return key not in chosen and (same_strategy or not key.startswith("strategy."))
+
+
 def submit_command(workload: Workload, candidate: Candidate) -> str:
     """The command that submits a candidate."""
-    words = [f"cluster={candidate.size.short_name}"]
+    placed = [f"cluster={candidate.size.short_name}"]
     if candidate.nodes > 1:
-        words.append(f"cluster.num_nodes={candidate.nodes}")
+        placed.append(f"cluster.num_nodes={candidate.nodes}")
     if candidate.nodes > 1 and not candidate.size.infiniband:
-        words.append("cluster.allow_ethernet=true")
-    if candidate.how.strategy != workload.strategy:
-        words.append(f"strategy={candidate.how.strategy}")
-    if candidate.how.strategy == "model_parallel":
-        words.append(f"strategy.tensor_parallel_size={candidate.how.tensor_parallel_size}")
-    if candidate.how.strategy == "pipeline":
-        words.append(f"strategy.num_stages={candidate.how.num_stages}")
-    chosen = {each.partition("=")[0] for each in words} | {"cluster.num_nodes", "strategy"}
-    same = candidate.how.strategy == workload.strategy
-    kept = [
-        each
-        for each in workload.overrides
-        if (key := each.partition("=")[0].lstrip("+")) not in chosen and (same or not key.startswith("strategy."))
-    ]
-    return shlex.join(["azureml-strategy", "submit", workload.recipe, *kept, *words])
+        placed.append("cluster.allow_ethernet=true")
+    own = [each for each in recipe_overrides(workload, candidate) if not each.startswith("cluster.num_nodes=")]
+    return shlex.join(["azureml-strategy", "submit", workload.recipe, *own, *placed])
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

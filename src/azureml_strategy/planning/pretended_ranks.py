@@ -152,4 +152,3 @@ def _variables(job: PretendedJob, rank: int, file: Path) -> dict[str, str]:
         "WANDB_MODE": "disabled",
         PRETEND_VARIABLE: str(file),
     }
-

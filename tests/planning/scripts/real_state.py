@@ -67,7 +67,7 @@ def made() -> Hold:
 
 if __name__ == "__main__":
     sys.modules["real_state"] = sys.modules["__main__"]
-    __name__ = "real_state"  # noqa: A001
+    __name__ = "real_state"
     found = {name: hold(recipe, overrides) for name, recipe, overrides in json.loads(sys.argv[1])}
     folder = Path(os.environ["RESULTS"])
     folder.mkdir(exist_ok=True)
