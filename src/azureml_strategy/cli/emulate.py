@@ -14,6 +14,7 @@ examples:
   azureml-strategy emulate --nodes 2 --distribution mpi -- azureml-strategy train resnet50_ddp
   sudo "$(command -v azureml-strategy)" emulate --nodes 2 --isolate --bandwidth 1gbit -- python train.py
   azureml-strategy emulate --nodes 2 --preempt-after 20s -- azureml-strategy train resnet50_ddp
+  azureml-strategy emulate --pretend-ranks 64 -- python train.py
 """
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|)")
 
@@ -24,7 +25,10 @@ def add_to(verbs: Verbs) -> None:
     verb = add_verb(verbs, "emulate", _run, summary, _DESCRIPTION, _EPILOG, usage=usage)
     verb.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the job (default 1)")
     verb.add_argument(
-        "--processes-per-node", type=int, default=1, metavar="N", help="processes on each node (default 1)"
+        "--processes-per-node",
+        type=int,
+        metavar="N",
+        help="processes on each node (default 1; 8 with --pretend-ranks)",
     )
     verb.add_argument(
         "--gpus-per-node",
@@ -58,23 +62,58 @@ def add_to(verbs: Verbs) -> None:
         metavar="N",
         help="nodes that the job comes back with (default: as many as before; with --preempt-after)",
     )
+    verb.add_argument(
+        "--pretend-ranks",
+        type=int,
+        metavar="N",
+        help="try whether it starts as N ranks (8 a node, or --processes-per-node): a few of them take three steps, "
+        "compute nothing large, and tell what they hold",
+    )
     verb.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what each process runs")
 
 
 def _run(options: argparse.Namespace) -> int:
     from azureml_strategy.emulator import EmulatedJob, EmulationError, Preemption, emulate
 
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if options.pretend_ranks is not None:
+        return _pretend(command, options)
     after = options.preempt_after
     try:
         job = from_options(
             EmulatedJob,
             options,
-            command=options.command[1:] if options.command[:1] == ["--"] else options.command,
+            command=command,
+            processes_per_node=1 if options.processes_per_node is None else options.processes_per_node,
             preemption=None if after is None else Preemption(after, options.preempt_notice),
         )
         return emulate(job)
     except EmulationError as error:
         return fail(error)
+
+
+def _pretend(command: list[str], options: argparse.Namespace) -> int:
+    """Try ranks of a job that is too large for this machine. Returns 0 if they start, else 1."""
+    from azureml_strategy.planning.errors import PlanError
+    from azureml_strategy.planning.preflight import try_command
+
+    others = ("nodes", "isolate", "bandwidth", "preempt_after", "nodes_after", "gpus_per_node")
+    given = [f"--{name.replace('_', '-')}" for name in others if getattr(options, name) not in (None, False, 1)]
+    ranks = options.pretend_ranks
+    each = options.processes_per_node or min(8, max(ranks, 1))
+    try:
+        if given:
+            raise PlanError(f"--pretend-ranks starts no job on this machine. Leave {' and '.join(given)} out.")
+        if ranks < 1 or ranks % each:
+            raise PlanError(
+                f"--pretend-ranks {ranks} cannot be shared out to nodes of {each} processes. Use a multiple of {each}, "
+                "or write --processes-per-node."
+            )
+        preflight = try_command(command, ranks // each, each, options.distribution)
+    except PlanError as error:
+        return fail(error)
+    print("\n".join(preflight.lines()))
+    return 0 if preflight.starts else 1
 
 
 def _seconds(text: str) -> float:

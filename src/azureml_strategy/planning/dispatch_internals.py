@@ -36,6 +36,11 @@ def makes_new(operation: Any) -> bool:
     return any(each.alias_info is None for each in operation._schema.returns)
 
 
+def leaves_empty(operation: Any) -> bool:
+    """Whether an operation makes a tensor without numbers, such as `empty_like`, so that it has those of another."""
+    return "empty" in operation._schema.name
+
+
 def returned_arguments(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what an operation returns that writes into arguments and returns these."""
     results = [each for each in _written(operation, args, kwargs) if each is not None]

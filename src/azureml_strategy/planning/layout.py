@@ -58,6 +58,6 @@ def buckets_of(trainer: Trainer) -> list[int]:
     module = trainer.strategy.model
     if not isinstance(module, DistributedDataParallel):
         return []
-    told = module._get_ddp_logging_data()
+    told = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     sizes = told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes") or ""
     return [int(each) for each in str(sizes).split(",") if each.strip()]

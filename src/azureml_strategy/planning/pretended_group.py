@@ -14,14 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.futures import Future
 
 BACKEND = "pretended"
 """Name of the back end for `torch.distributed.init_process_group`."""
 
 
-class PretendedGroup(dist.ProcessGroup):
+# Its annotations are of its own collectives, which another group need not have.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class PretendedGroup(_ProcessGroup):  # type: ignore[misc]
     """A group in which this process is one rank of many, and the others are not there.
 
     Args:

@@ -32,8 +32,6 @@ _TOGETHER = 2
 _LONGEST_S = 300.0
 _LEFT_ON = (GUARD_SWITCH, LAUNCH_SWITCH, CALLBACKS_SWITCH)
 _LAST_LINES = 12
-# For glibc, mallopt(3): larger memory is mapped anew each time, and so is zero and unbacked, see `unwritten_tensors`.
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,6 @@ def _variables(job: PretendedJob, rank: int, file: Path) -> dict[str, str]:
         # The guard alone looks at what the Trainer is given; the others record, save and wait for ranks.
         **{switch: "off" for switch in SWITCHES if switch not in _LEFT_ON},
         **azure_variables(launch, job.distribution, addresses, run),
-        **_MALLOC,
         "PATH": path,
         "TMPDIR": str(file.parent),
         "CUDA_VISIBLE_DEVICES": "",

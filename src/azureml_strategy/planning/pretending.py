@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from azureml_strategy.cluster.environ import PRETEND_VARIABLE, LaunchError
+from azureml_strategy.cluster.environ import NODE_COUNT, PRETEND_VARIABLE, LaunchError
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.import_hook import when_imported
 from azureml_strategy.planning.held_state import gradient_bytes, held_state
@@ -37,6 +37,8 @@ from azureml_strategy.planning.pretended_group import BACKEND, register_pretende
 from azureml_strategy.planning.stage_messages import StageMessages
 from azureml_strategy.planning.unwritten_tensors import UnwrittenTensors
 
+# Lightning's own FSDP and DeepSpeed want the GPUs themselves, which are not here.
+_WANTS_GPUS = ("accelerator='cpu'", "only supported on CUDA GPUs")
 # What our strategies, data modules and Lightning raise where something does not fit: the sentence is for the user.
 _SENTENCES = (MisconfigurationException, LaunchError, ValueError)
 # Steps of the optimizer: DDP makes its buckets in the second one, and tells their sizes in the third.
@@ -69,7 +71,8 @@ def report_error(error: BaseException) -> None:
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
     text = redact_text(" ".join(str(error).split())) or type(error).__name__
-    report(error={"kind": type(error).__name__, "text": text, "where": where, "told": isinstance(error, _SENTENCES)})
+    told = isinstance(error, _SENTENCES) and not any(words in text for words in _WANTS_GPUS)
+    report(error={"kind": type(error).__name__, "text": text, "where": where, "told": told})
 
 
 def end() -> NoReturn:
@@ -126,8 +129,8 @@ def _answer_for_all() -> None:
     @functools.wraps(start)
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         given = {name: int(kwargs.get(name, -1)) for name in ("rank", "world_size")}
-        place = {name: number if number >= 0 else int(os.environ[name.upper()]) for name, number in given.items()}
-        start(BACKEND, store=FakeStore(), **place)  # type: ignore[no-untyped-call]
+        rank, size = (each if each >= 0 else int(os.environ[name.upper()]) for name, each in given.items())
+        start(BACKEND, store=FakeStore(), rank=rank, world_size=size)
 
     @functools.wraps(make)
     def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +160,7 @@ def _take_steps() -> None:
         kwargs["fast_dev_run"] = _STEPS * int(kwargs.get("accumulate_grad_batches") or 1)
         kwargs["accelerator"] = "cpu"
         if not isinstance(kwargs.get("devices"), int) or kwargs["devices"] < 1:
-            kwargs["devices"] = "auto"
+            kwargs["devices"] = int(os.environ["WORLD_SIZE"]) // int(os.environ[NODE_COUNT])
         kwargs["callbacks"] = [*_as_list(kwargs.get("callbacks")), ReportStep()]
         make(self, *args, **kwargs)
         kept = [each for each in self.callbacks if not isinstance(each, Checkpoint)]  # type: ignore[attr-defined]

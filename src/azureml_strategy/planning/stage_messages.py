@@ -49,7 +49,7 @@ class StageMessages:
             return run_batch(engine, joined([first], batches))
 
         strategy.find_chain, strategy.StageEngine.train_batch = find_chain, train_batch
-        PretendedGroup.answer = self._answer  # type: ignore[method-assign]
+        PretendedGroup.answer = self._answer
 
     def _answer(self, tensor: Tensor) -> None:
         """Fill in a tensor for shapes. They are the only integers in one dimension that a stage receives."""

@@ -2,15 +2,18 @@
 
 Strategies ask tensors for more than shapes: DDP's reducer and DeepSpeed read addresses, FSDP2 frees and fills storages,
 optimizers read their counters. Tensors on the meta device and torch's FakeTensor have no memory, and end all three.
-So tensors here are real ones on the CPU, in memory that Linux backs by nothing until somebody writes (mmap(2),
-MAP_ANONYMOUS: "its contents are initialized to zero"). A large operation writes nothing: the shapes of its results come
-from its counterpart on the meta device. So a model of 28 GB takes addresses, and next to no memory.
+So tensors here are real ones on the CPU, in memory that Linux backs by nothing until somebody writes (madvise(2),
+MADV_DONTNEED: "zero-fill-on-demand pages for anonymous private mappings"). A large operation writes nothing: the shapes
+of its results come from its counterpart on the meta device. So a model of 28 GB takes addresses, and little memory.
 
 Small operations and those on integers run as ever: counters of steps, norms, orders of samples.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from typing import Any
 
 import torch
@@ -21,23 +24,28 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from azureml_strategy.planning.dispatch_internals import (
+    leaves_empty,
     makes_new,
     moves_nothing,
     returned_arguments,
     written_tensors,
 )
 
-_MAPPED_BYTES = 65536
-MALLOC_VARIABLES = {"MALLOC_MMAP_THRESHOLD_": str(_MAPPED_BYTES)}
-"""For glibc (mallopt(3)): memory of this many bytes and more is mapped anew each time, and so is zero and unbacked."""
-
+# Smaller memory is filled with zeros: emptying it would take longer.
+_EMPTIED_BYTES = 1 << 16
+_DONT_NEED = 4  # MADV_DONTNEED of Linux
+_PAGE = mmap.PAGESIZE
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 # Numbers in the largest tensor of an operation that is computed.
 _SMALL = 4096
 # The same where all hold integers, which say what others mean: orders of samples, places of tokens.
 _SMALL_INTEGERS = 1 << 22
 
 
-class UnwrittenTensors(TorchDispatchMode):
+_Mode: Any = TorchDispatchMode  # it has no annotations
+
+
+class UnwrittenTensors(_Mode):  # type: ignore[misc]
     """While this is entered, large operations make unwritten results, and write nothing in place."""
 
     @override
@@ -59,7 +67,11 @@ class UnwrittenTensors(TorchDispatchMode):
             shapes = func(*_on_meta(args), **_on_meta(kwargs))
         except (NotImplementedError, RuntimeError):  # it has no counterpart there, or asks for values
             return func(*args, **kwargs)
-        if is_small and _are_small([each for each in tree_leaves(shapes) if isinstance(each, Tensor)]):
+        if (
+            is_small
+            and not leaves_empty(func)
+            and _are_small([each for each in tree_leaves(shapes) if isinstance(each, Tensor)])
+        ):
             return func(*args, **kwargs)
         return tree_map_only(Tensor, _unwritten, shapes)
 
@@ -87,5 +99,22 @@ def _sketch(tensor: Tensor) -> Tensor:
 
 def _unwritten(shape: Tensor) -> Tensor:
     made = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device="cpu")
-    # The allocator reuses smaller memory, and somebody's numbers would be in it.
-    return made.zero_() if made.untyped_storage().nbytes() < _MAPPED_BYTES else made
+    if not isinstance(made, FakeTensor):  # nor has the result of a layout that a DTensor looks for memory
+        _empty(made)
+    return made
+
+
+def _empty(tensor: Tensor) -> None:
+    """Make a tensor's memory zero, and give its pages back to the system, which makes them anew if they are read.
+
+    The allocator's memory may have been used before, and hold somebody's numbers.
+    """
+    size, start = tensor.untyped_storage().nbytes(), tensor.untyped_storage().data_ptr()
+    if size < _EMPTIED_BYTES or _libc is None:
+        tensor.zero_()
+        return
+    first, end = -(-start // _PAGE) * _PAGE, (start + size) // _PAGE * _PAGE
+    ctypes.memset(start, 0, first - start)
+    ctypes.memset(end, 0, start + size - end)
+    if _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _DONT_NEED):
+        tensor.zero_()

@@ -37,7 +37,7 @@ class Hold(Callback):
 def alive_bytes() -> int:
     """The bytes of all storages of tensors that Python knows."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and type(each) is not Any]
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
     storages = {}
     for each in tensors:
         local = getattr(each, "_local_tensor", each)
@@ -45,29 +45,28 @@ def alive_bytes() -> int:
     return sum(storages.values())
 
 
+_RUNNING: list[Hold] = []
+
+
+def running() -> Hold:
+    """The callback of the run that is being made, for Hydra."""
+    return _RUNNING[-1]
+
+
 def hold(recipe: str, overrides: list[str]) -> dict[str, int]:
     """Train a recipe for three steps."""
     config = compose_for_gpus(recipe, overrides)
-    callback = Hold()
+    _RUNNING.append(Hold())
     with open_dict(config):
         config.data = data_section(config.data, int(os.environ["WORLD_SIZE"]))
         config.trainer.max_steps = 3
         config.trainer.limit_val_batches = 0
-        config.callbacks = {"_target_": f"{__name__}.made"}
-    made.callback = callback  # type: ignore[attr-defined]
-    before = alive_bytes()
+        config.callbacks = {"_target_": "__main__.running"}
     train(config)
-    return callback.state | {"alive": callback.state["alive"] - before}
-
-
-def made() -> Hold:
-    """The callback of this run, for Hydra."""
-    return made.callback  # type: ignore[attr-defined,no-any-return]
+    return running().state
 
 
 if __name__ == "__main__":
-    sys.modules["real_state"] = sys.modules["__main__"]
-    __name__ = "real_state"
     found = {name: hold(recipe, overrides) for name, recipe, overrides in json.loads(sys.argv[1])}
     folder = Path(os.environ["RESULTS"])
     folder.mkdir(exist_ok=True)
