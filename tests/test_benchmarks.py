@@ -74,6 +74,12 @@ def test_planned_rates(tmp_path: Path) -> None:
     assert all(abs(each["error"]) < 0.2 for each in figures["one_gpu"])
 
 
+def test_planned_memory(tmp_path: Path) -> None:
+    figures = run("planned_memory", tmp_path, "--models=gpt_tiny", "--strategies=fsdp2", "--ranks=1")
+    assert len(figures["cases"]) == 1
+    assert figures["largest"]["error"] < figures["largest"]["naive_error"]
+
+
 def test_submit(tmp_path: Path) -> None:
     figures = run("submit", tmp_path, "--rounds", "1", "--warmup", "0", "--files", "200")
     assert figures["targets"].keys() == {"azureml-strategy submit --dry-run", "list_snapshot"}

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from tests.multiprocess.conftest import RunJob, _empty_store, run_job
 
+from azureml_strategy.planning.errors import PlanError
+from azureml_strategy.planning.layout import different_ranks
 from azureml_strategy.planning.preflight import Preflight, try_recipe
+from azureml_strategy.training.recipes import RecipeError
 
 __all__ = ["_empty_store", "run_job"]  # fixtures
 SCRIPT = Path(__file__).parent / "scripts" / "real_state.py"
