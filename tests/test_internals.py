@@ -48,6 +48,7 @@ OTHERS = {
         ),
         *(
             "_MEM_FORMAT_ENCODING",
+            "_schema",
             "_StorageInfo",
             "_StoragePrefix",
             "_base",

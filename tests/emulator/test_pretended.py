@@ -29,6 +29,7 @@ def test_a_script_as_64_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2e6, "kB"
 
 
+@pytest.mark.exhaustive
 def test_a_stock_strategy_that_wants_the_gpus_themselves(tmp_path: Path) -> None:
     """It may be right on GPUs: the answer is that it could not be tried, and why."""
     preflight = try_command(command("deepspeed_stage_2", 512, tmp_path, nodes=8), nodes=8, processes_per_node=8)
@@ -38,6 +39,7 @@ def test_a_stock_strategy_that_wants_the_gpus_themselves(tmp_path: Path) -> None
     assert "only supported on CUDA GPUs" in preflight.problem
 
 
+@pytest.mark.exhaustive
 def test_numbers_of_another_job_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = command("azureml_ddp", 64, tmp_path, nodes=3)
     assert main(["emulate", "--pretend-ranks", "16", "--processes-per-node", "4", "--", *arguments]) == 1

@@ -30,7 +30,7 @@ CASES = {
     "resnet_zero_2": ("resnet50_ddp", [*RESNET, "strategy=deepspeed_stage_2", "model.channels_last=false"]),
     "resnet_pipeline": ("resnet50_pipeline", RESNET),
 }
-FEW = ("ddp", "zero_2", "zero_3", "tensor_parallel", "pipeline")
+FEW = ("zero_2", "tensor_parallel")
 
 
 def held(preflight: Preflight) -> dict[int, dict[str, int]]:
@@ -60,6 +60,7 @@ def test_counts_what_real_ranks_hold(run_job: RunJob, names: tuple[str, ...], ra
         assert pretended == real, name
 
 
+@pytest.mark.exhaustive
 def test_counts_what_is_written_by_hand() -> None:
     """ZeRO-2 in bfloat16: 2 bytes a parameter on each rank, and a 64th of float32 copies and Adam's two moments."""
     parameters, ranks = 824_448, 64  # a multiple of the 128 numbers to which DeepSpeed pads on 64 ranks: 6,441 times
@@ -77,12 +78,18 @@ def test_counts_what_is_written_by_hand() -> None:
             ["strategy.tensor_parallel_size=3"],
             "tensor_parallel_size=3, but the model has 4 heads, which cannot be shared out equally.",
         ),
-        (
+        pytest.param(
             "gpt_pipeline",
             ["data.batch_size=6"],
             "gives each replica 6 samples, which cannot be cut into micro_batches=4",
+            marks=pytest.mark.exhaustive,
         ),
-        ("gpt_pipeline", ["strategy.num_stages=7"], "num_stages=7 does not divide the 64 processes of this run."),
+        pytest.param(
+            "gpt_pipeline",
+            ["strategy.num_stages=7"],
+            "num_stages=7 does not divide the 64 processes of this run.",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_says_what_the_strategies_say(recipe: str, overrides: list[str], message: str) -> None:
@@ -103,6 +110,7 @@ def test_a_data_set_that_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_a_module_of_the_users_that_is_not_there_is_told() -> None:
     preflight = try_recipe("gpt_ddp", ["data._target_=my_data.Module"], nodes=1, gpus_per_node=2)
     assert not preflight.starts
