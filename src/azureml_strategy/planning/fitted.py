@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -73,11 +73,30 @@ class Anchor:
 
 
 @dataclass(frozen=True)
+class Shares:
+    """Shares of the peaks that are other than those of most GPUs.
+
+    Attributes:
+        models: of the GPUs, as in gpus.toml.
+        precision: at which they hold.
+        convolution: as in `Efficiency`; Winograd's algorithm takes fewer operations than
+            are counted, so it may exceed 1.
+        memory: the same.
+    """
+
+    models: tuple[str, ...]
+    precision: str
+    convolution: float
+    memory: float
+
+
+@dataclass(frozen=True)
 class Parameters:
     """All fitted numbers.
 
     Attributes:
-        efficiency: of one GPU.
+        efficiency: of most GPUs.
+        shares: of the others.
         optimizer_bytes: that the optimizer moves for each parameter, by its kind.
         tiers: by the first words of a link's name.
         links: by VM size and network (`infiniband` or `ethernet`), of sizes with published figures.
@@ -88,6 +107,7 @@ class Parameters:
     """
 
     efficiency: Efficiency
+    shares: tuple[Shares, ...]
     optimizer_bytes: Mapping[str, float]
     tiers: Mapping[str, TierDefaults]
     links: Mapping[tuple[str, str], Link]
@@ -95,6 +115,13 @@ class Parameters:
     skew: float
     errors: Mapping[str, float]
     name: str = "fitted.toml"
+
+    def efficiency_of(self, model: str, precision: str) -> Efficiency:
+        """What a model of GPU reaches at a precision."""
+        for each in self.shares:
+            if model in each.models and precision == each.precision:
+                return replace(self.efficiency, convolution=each.convolution, memory=each.memory)
+        return self.efficiency
 
 
 @cache
@@ -115,6 +142,7 @@ def read_parameters(content: Mapping[str, Any]) -> Parameters:
     times = {f"{name}_s": compute[f"{name}_us"] * _MICRO for name in ("kernel", "host", "compiled_host")}
     return Parameters(
         efficiency=Efficiency(**shares, **times),
+        shares=tuple(Shares(**each | {"models": tuple(each["models"])}) for each in content.get("shares", ())),
         optimizer_bytes=content["optimizer"],
         tiers={
             each["name"]: TierDefaults(each["latency_us"] * _MICRO, each["efficiency"], each["slowdown"])

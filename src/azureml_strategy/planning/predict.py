@@ -261,7 +261,8 @@ def _computation(network: Network, gpu: GPU, case: _Case, known: Parameters, fac
     kernels = kernels_of(network.operators, case.compiled)
     scale = case.batch_size / network.operators.samples
     try:
-        return compute(kernels, gpu, case.precision, known.efficiency, scale, factor)
+        efficiency = known.efficiency_of(gpu.model, case.precision)
+        return compute(kernels, gpu, case.precision, efficiency, scale, factor)
     except LookupError as error:
         raise PlanError(str(error)) from error
 
