@@ -16,9 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
+import torch
+
 from azureml_strategy.planning.errors import PlanError
 from azureml_strategy.planning.footprint import Footprint, Phase, Unit
 from azureml_strategy.planning.optimizer_states import OptimizerStates
+from azureml_strategy.strategies.equal_buffers import place_weights
 from azureml_strategy.strategies.mixed_precision import MIXED
 from azureml_strategy.strategies.pipeline.partition import stage_bounds
 
@@ -99,7 +102,7 @@ class Memory:
     """Bytes of a GPU at the peak of a step.
 
     Attributes:
-        parameters: as the strategy keeps them between steps, and buffers of the module.
+        parameters: as the strategy keeps them between steps, and buffers of the module with what watches them.
         optimizer: states, and float32 copies of 16-bit parameters.
         gradients: that are kept at the peak.
         buckets: of gradients on their way.
@@ -222,6 +225,12 @@ def _computing_item(footprint: Footprint) -> int:
     return _item(footprint) if half is None else half.itemsize
 
 
+def _held_buffers(footprint: Footprint, placement: Placement) -> int:
+    """Return the bytes of buffers, and of the table that `EqualBuffers` hashes them with on more than one replica."""
+    hashed = footprint.watched > 0 and placement.replicas > 1
+    return footprint.buffers + (place_weights(torch.device("meta")).nbytes if hashed else 0)
+
+
 def _replicated(footprint: Footprint, placement: Placement, optimizer: OptimizerStates) -> list[Memory]:
     item, several = _item(footprint), placement.replicas > 1
     parameters = footprint.elements * item + footprint.buffers
@@ -258,7 +267,7 @@ def _zero_12(footprint: Footprint, placement: Placement, optimizer: OptimizerSta
     item, ranks, phases = _computing_item(footprint), placement.replicas, footprint.half_phases
     elements, trained = _cut(footprint, placement)
     part = trained / ranks
-    parameters = elements * item + footprint.buffers
+    parameters = elements * item + _held_buffers(footprint, placement)
     states = 4 * part + optimizer.kept(part, 1)
     moments = _Moments(parameters, states, parameters + states)
     # A rank's own gradients are copied out of the bucket as they arrive; stage 1 keeps those of all ranks until a step.
@@ -288,7 +297,7 @@ def _zero_3(footprint: Footprint, placement: Placement, optimizer: OptimizerStat
     small = [each.elements for each in footprint.weights if each.elements <= placement.persistent]
     persistent = sum(small) * item * whole
     summed = 4 if placement.accumulate > 1 else item
-    parameters = part * item + footprint.buffers
+    parameters = part * item + _held_buffers(footprint, placement)
     gradients, buckets = trained * summed, placement.reduce_bucket * item
     states = 4 * trained + optimizer.kept(trained, 1)
     moments = _Moments(parameters, states, parameters + states + gradients + buckets + persistent)
@@ -319,7 +328,7 @@ def _fsdp2(footprint: Footprint, placement: Placement, optimizer: OptimizerState
     ranks, item, size = placement.replicas, _item(footprint), placement.tensor_parallel
     compute, reduce = _computing_item(footprint), _item(footprint)
     elements, trained = _cut(footprint, placement)
-    parameters = elements / ranks * item + footprint.buffers
+    parameters = elements / ranks * item + _held_buffers(footprint, placement)
     states = optimizer.kept(trained / ranks, _tensors(footprint))
     gradients = trained / ranks * item
     moments = _Moments(parameters, states, parameters + states + gradients)
@@ -388,7 +397,7 @@ def _pipeline(footprint: Footprint, placement: Placement, optimizer: OptimizerSt
     held = placement.micro_batches if placement.stage == placement.stages - 1 else 1
     received = [each.output for each in footprint.half_phases if each.unit == start - 1 and not each.backward]
     buffers = held * outputs[-1] + sum(received) if several and outputs else 0
-    parameters = elements * item + footprint.buffers
+    parameters = elements * item + _held_buffers(footprint, placement)
     part = trained / placement.replicas if mixed else trained
     tensors = 2 if mixed else sum(w.trainable for unit in units for w in unit.weights)
     states = (4 * part if mixed else 0) + optimizer.kept(part, tensors)
