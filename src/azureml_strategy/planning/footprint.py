@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from azureml_strategy.planning.errors import PlanError
 from azureml_strategy.planning.live_bytes import LiveBytes
-from azureml_strategy.strategies.mixed_precision import MIXED, float32_buffers
+from azureml_strategy.strategies.mixed_precision import MIXED, NORM_WITH_STATISTICS, float32_buffers
 from azureml_strategy.strategies.model_parallel.module import HasTensorParallelPlan, sharded_blocks_of
 from azureml_strategy.strategies.pipeline.partition import PipelineReady, chain_of, place_of
 
@@ -115,6 +115,7 @@ class Footprint:
     Attributes:
         units: in the order of the chain.
         buffers: bytes of the module's buffers.
+        watched: bytes of those that are no statistics of normalisations; `EqualBuffers` watches whether they change.
         precision: Lightning's name.
         batch: bytes of the batch.
         phases: of a step on the weights as the module holds them, under autocast in a mixed precision.
@@ -124,6 +125,7 @@ class Footprint:
 
     units: tuple[Unit, ...]
     buffers: int
+    watched: int
     precision: str
     batch: int
     phases: tuple[Phase, ...]
@@ -169,8 +171,10 @@ def footprint_of(module: nn.Module, batch: Any, precision: str = "32-true") -> F
     casts = half if mixed and float32_buffers(built) else None
     half_phases = _traced(built, parts, batch, half, casts) if half is not None else phases
     buffers = sum(each.nbytes for each in built.buffers())
+    norms = [each for each in built.modules() if isinstance(each, NORM_WITH_STATISTICS)]
+    watched = buffers - sum(each.nbytes for norm in norms for each in norm.buffers(recurse=False))
     size = sum(each.nbytes for each in tree_leaves(batch) if isinstance(each, Tensor))
-    return Footprint(_units(parts, whole.itemsize), buffers, precision, size, phases, half_phases)
+    return Footprint(_units(parts, whole.itemsize), buffers, watched, precision, size, phases, half_phases)
 
 
 def _built(module: nn.Module) -> nn.Module:

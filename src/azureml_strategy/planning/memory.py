@@ -5,9 +5,9 @@ pass, the optimizer's step. The peak is the moment that holds most, and its part
 allocates was read from our strategies, DeepSpeed 0.19 (`stage_1_and_2.py`, `stage3.py`, `bf16_optimizer.py`), torch
 2.13 (`DistributedDataParallel`, `fully_shard`), and checked against real trainings (`benchmarks/planned_memory.py`).
 
-Beside what tensors take, a process on a GPU holds, outside of torch's allocator, CUDA's context and its kernels
-(`CONTEXT`), and inside of it cuBLAS's workspace (`CUBLAS_WORKSPACE`). NCCL's buffers are 4 MiB a channel and peer
-(`NCCL_BUFFSIZE`, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html), and not counted here.
+Beside what tensors take, a process on a GPU holds CUDA's context and its kernels, outside of torch's allocator
+(`CONTEXT`). Not counted are the buffers of NCCL and the workspace of cuBLAS, which by default takes 8,519,680 bytes
+(`CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8`, https://docs.pytorch.org/docs/2.13/notes/cuda.html).
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
+import torch
+
 from azureml_strategy.planning.errors import PlanError
 from azureml_strategy.planning.footprint import Footprint, Phase, Unit
 from azureml_strategy.planning.optimizer_states import OptimizerStates
+from azureml_strategy.strategies.equal_buffers import place_weights
 from azureml_strategy.strategies.mixed_precision import MIXED
 from azureml_strategy.strategies.pipeline.partition import stage_bounds
 
 Name = Literal["ddp", "local_sgd", "zero_1", "zero_2", "zero_3", "fsdp2", "pipeline"]
 
 FRAGMENTATION = 0.15
-"""Share of the allocated bytes that torch's caching allocator holds besides, where parameters are gathered or
-activations recomputed: the average over eight language models on A100s (Guo et al. 2024, GMLake,
-https://arxiv.org/abs/2401.08156; they saw up to 0.33). Where each step allocates the same sizes in the same order, the
-allocator finds them again, and nothing is added."""
-CONTEXT = 1_300_000_000
-"""Bytes of CUDA's context and loaded kernels: https://huggingface.co/docs/transformers/model_memory_anatomy."""
-CUBLAS_WORKSPACE = 32 * 2**20
-"""Bytes of cuBLAS's workspace on Hopper; 8,519,680 on older GPUs. `CUBLAS_WORKSPACE_CONFIG` is `:4096:8` or
-`:4096:2:16:8` by default, see torch's notes on CUDA semantics (https://docs.pytorch.org/docs/stable/notes/cuda.html).
+"""Allowance for what torch's caching allocator cannot use between tensors, as a share of the allocated bytes.
+
+An allocator of Guo et al. 2024 (GMLake, https://arxiv.org/abs/2401.08156) reduces fragmentation by 15 % on average and
+by up to 33 %, says the abstract. The average is taken as the allowance where parameters are gathered or activations
+recomputed. Elsewhere each step allocates the same sizes in the same order, and nothing is added.
 """
+CONTEXT = 1_300_000_000
+"""Bytes of CUDA's context and loaded kernels; "the kernels alone take up 1.3GB" on the GPU of
+https://huggingface.co/docs/transformers/v4.49.0/model_memory_anatomy. Other GPUs and versions take more or less."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Memory:
     """Bytes of a GPU at the peak of a step.
 
     Attributes:
-        parameters: as the strategy keeps them between steps, and buffers of the module.
+        parameters: as the strategy keeps them between steps, and buffers of the module with what watches them.
         optimizer: states, and float32 copies of 16-bit parameters.
         gradients: that are kept at the peak.
         buckets: of gradients on their way.
@@ -163,9 +165,10 @@ def memory_of(footprint: Footprint, placement: Placement, optimizer: OptimizerSt
 
 
 def naive_bytes(footprint: Footprint, placement: Placement) -> int:
-    """Return the usual estimate: 16 bytes a parameter (18 in a mixed precision with 16-bit weights), divided by ranks.
+    """Return the usual estimate: 16 bytes a parameter, divided by the ranks that share it, without activations.
 
-    Those are Adam's of Rajbhandari et al. 2020, section 3.1 (https://arxiv.org/abs/1910.02054), without activations.
+    Those are Adam's in mixed precision: 2 of the weight, 2 of the gradient and 12 of the states (Rajbhandari et al.
+    2020, section 3.1, https://arxiv.org/abs/1910.02054).
     """
     shards = {"ddp": 1, "local_sgd": 1, "pipeline": placement.stages}.get(placement.strategy, placement.replicas)
     return 16 * footprint.elements // (shards * placement.tensor_parallel)
@@ -222,6 +225,12 @@ def _computing_item(footprint: Footprint) -> int:
     return _item(footprint) if half is None else half.itemsize
 
 
+def _held_buffers(footprint: Footprint, placement: Placement) -> int:
+    """Return the bytes of buffers, and of the table that `EqualBuffers` hashes them with on more than one replica."""
+    hashed = footprint.watched > 0 and placement.replicas > 1
+    return footprint.buffers + (place_weights(torch.device("meta")).nbytes if hashed else 0)
+
+
 def _replicated(footprint: Footprint, placement: Placement, optimizer: OptimizerStates) -> list[Memory]:
     item, several = _item(footprint), placement.replicas > 1
     parameters = footprint.elements * item + footprint.buffers
@@ -258,7 +267,7 @@ def _zero_12(footprint: Footprint, placement: Placement, optimizer: OptimizerSta
     item, ranks, phases = _computing_item(footprint), placement.replicas, footprint.half_phases
     elements, trained = _cut(footprint, placement)
     part = trained / ranks
-    parameters = elements * item + footprint.buffers
+    parameters = elements * item + _held_buffers(footprint, placement)
     states = 4 * part + optimizer.kept(part, 1)
     moments = _Moments(parameters, states, parameters + states)
     # A rank's own gradients are copied out of the bucket as they arrive; stage 1 keeps those of all ranks until a step.
@@ -288,7 +297,7 @@ def _zero_3(footprint: Footprint, placement: Placement, optimizer: OptimizerStat
     small = [each.elements for each in footprint.weights if each.elements <= placement.persistent]
     persistent = sum(small) * item * whole
     summed = 4 if placement.accumulate > 1 else item
-    parameters = part * item + footprint.buffers
+    parameters = part * item + _held_buffers(footprint, placement)
     gradients, buckets = trained * summed, placement.reduce_bucket * item
     states = 4 * trained + optimizer.kept(trained, 1)
     moments = _Moments(parameters, states, parameters + states + gradients + buckets + persistent)
@@ -319,7 +328,7 @@ def _fsdp2(footprint: Footprint, placement: Placement, optimizer: OptimizerState
     ranks, item, size = placement.replicas, _item(footprint), placement.tensor_parallel
     compute, reduce = _computing_item(footprint), _item(footprint)
     elements, trained = _cut(footprint, placement)
-    parameters = elements / ranks * item + footprint.buffers
+    parameters = elements / ranks * item + _held_buffers(footprint, placement)
     states = optimizer.kept(trained / ranks, _tensors(footprint))
     gradients = trained / ranks * item
     moments = _Moments(parameters, states, parameters + states + gradients)
@@ -388,7 +397,7 @@ def _pipeline(footprint: Footprint, placement: Placement, optimizer: OptimizerSt
     held = placement.micro_batches if placement.stage == placement.stages - 1 else 1
     received = [each.output for each in footprint.half_phases if each.unit == start - 1 and not each.backward]
     buffers = held * outputs[-1] + sum(received) if several and outputs else 0
-    parameters = elements * item + footprint.buffers
+    parameters = elements * item + _held_buffers(footprint, placement)
     part = trained / placement.replicas if mixed else trained
     tensors = 2 if mixed else sum(w.trainable for unit in units for w in unit.weights)
     states = (4 * part if mixed else 0) + optimizer.kept(part, tensors)
