@@ -420,6 +420,21 @@ def test_worker_memory(tmp_path: Path) -> None:
     assert all(len(each) == 2 and each[0] > 0 for each in figures["megabytes_by_epoch"].values())
 
 
+@pytest.mark.slow
+def test_planned_memory(tmp_path: Path) -> None:
+    """A case that was planned is measured later, beside the plan of then."""
+    one = ["--models=gpt_tiny", "--strategies=ddp", "--ranks=1"]
+    (only_planned,) = run("planned_memory", tmp_path, *one, "--only-plan")["cases"].values()
+    assert only_planned[0]["not_measured"]
+    figures = run("planned_memory", tmp_path, *one)
+    ((row,),) = figures["cases"].values()
+    assert row["planned"] == only_planned[0]["planned"] < row["measured"]
+    assert row["error"] == pytest.approx(row["planned_peak"] / row["measured_peak"] - 1)
+    assert row["model_corrected_on_it"]
+    assert figures["largest"]["corrected_on"]["error"] == abs(row["error"])
+    assert figures["target"]["error_at_most"] == 0.1
+
+
 def test_figures(tmp_path: Path) -> None:
     """In a copy of the pages, which it writes as they are."""
     shutil.copytree(BENCHMARKS, tmp_path / "benchmarks")
