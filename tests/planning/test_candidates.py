@@ -95,6 +95,24 @@ def test_every_command_is_one_that_submit_takes(resnet: Workload) -> None:
             assert (job.cluster.vm_size, job.cluster.num_nodes) == (each.size.name, each.nodes)
 
 
+def test_the_users_own_strategy_stays_in_the_command_and_compiles_as_it_says() -> None:
+    zero = read_workload("resnet50_imagenet", ["strategy=deepspeed_stage_2", "cluster.vm_size=Standard_D4"])
+    by_name = {each.how.strategy: each for each in _plan(zero, nodes=(1,), sizes=_SIZES[:1]).candidates}
+    command = submit_command(zero, by_name["deepspeed_stage_2"])
+    assert command.endswith("resnet50_imagenet strategy=deepspeed_stage_2 cluster=nd96isr_h100_v5")
+    assert by_name["ddp"].prediction.compute_s < 0.8 * by_name["deepspeed_stage_2"].prediction.compute_s
+
+
+def test_shipped_recipes_of_other_strategies_are_planned() -> None:
+    diloco = _plan(read_workload("gpt_diloco", []), nodes=(1,))
+    assert diloco.candidates
+    assert any("own strategy, diloco, is not planned" in sentence for sentence in diloco.left_out)
+    in_float32 = read_workload("resnet50_imagenet", ["trainer.precision=32-true"])
+    h100 = _plan(in_float32, nodes=(1,), sizes=_SIZES[:1]).best
+    assert h100 is not None
+    assert h100.prediction.samples_per_second > 10_000  # in TF32, as the recipe allows
+
+
 def test_a_large_model_fits_only_where_it_is_sharded() -> None:
     gpt = read_workload("gpt_ddp", ["model=gpt_3b", "data.batch_size=1"])
     plan = _plan(gpt, sizes=_SIZES[:1], nodes=(1,), strategies=("ddp", "deepspeed_stage_3"), rank="time")

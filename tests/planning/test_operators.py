@@ -55,6 +55,13 @@ def test_a_linear_layer_reads_and_writes_what_it_must() -> None:
     assert (forward.flops, forward.reads, forward.writes, forward.weights) == (2 * 8 * 16 * 32, 128, 256, 512)
 
 
+def test_groups_of_a_convolution_are_counted_once() -> None:
+    found = _listed(nn.Conv2d(8, 8, 3, groups=8, padding=1, bias=False), 2, 8, 6, 6)
+    forward, backward = found.listed[0].flops, sum(each.flops for each in found.listed if each.backward)
+    assert forward == 2 * 2 * 36 * 8 * 9
+    assert backward == forward  # of the weights; the images need no gradient
+
+
 def test_views_cost_nothing_and_expanded_tensors_lie_in_memory_once() -> None:
     class Viewed(nn.Module):
         def __init__(self) -> None:

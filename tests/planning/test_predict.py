@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -126,8 +127,19 @@ def test_a_measured_step_is_kept_and_scaled() -> None:
         ({"gpu": "A100", "nodes": 2}, "need their links"),
         ({"gpu": "A100", "nodes": 0}, "nodes is 0"),
         ({"gpu": "A100", "batch_size": -1}, "batch_size is -1"),
-        ({"gpu": "A100", "nodes": 2, "across_gb": -3.0}, "Give the bus bandwidth"),
+        ({"gpu": "A100", "nodes": 2, "across_gb": -3.0}, "across_gb is -3"),
         ({"vm_size": "NC24ads_A100_v4", "nodes": 2, "interconnect": "infiniband"}, "has no InfiniBand"),
+        ({"gpu": "A100", "batch_size": math.inf}, "batch_size is inf"),
+        ({"gpu": "A100", "nodes": 1.5}, "whole number"),
+        ({"gpu": "A100", "gpus_per_node": 0}, "gpus_per_node is 0"),
+        ({"gpu": "A100", "precision": "8"}, "No speed is known of precision '8'"),
+        ({"gpu": "A100", "loader_rate": -5}, "loader_rate is -5"),
+        ({"gpu": "A100", "measured": MeasuredStep(math.nan)}, "measured.seconds is nan"),
+        ({"gpu": "A100", "strategy": "foo"}, "No strategy is known as 'foo'"),
+        (
+            {"vm_size": "ND96asr_v4", "strategy": Distribution(strategy="model_parallel", tensor_parallel_size=8)},
+            "blocks",
+        ),
         ({"gpu": "A100", "optimizer": "lion"}, "No optimizer is known as 'lion'"),
         ({"vm_size": "NC24ads_A100_v4", "nodes": 3, "strategy": Distribution(strategy="pipeline", num_stages=2)}, "no"),
         (
@@ -146,6 +158,33 @@ def done_with(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"micro_batches": 0}, "micro_batches is 0"),
+        ({"accumulate": -2}, "accumulate is -2"),
+        ({"strategy": "ddp", "tensor_parallel_size": 2}, "is planned for model_parallel"),
+    ],
+)
+def test_a_wrong_distribution_is_said_to_be(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        Distribution(**wrong)
+
+
+def test_more_memory_on_the_same_gpu_is_not_slower() -> None:
+    for network in ("gpt_7b", "resnet50"):
+        rates = [predict(network, batch_size=8, gpu=gpu).samples_per_second for gpu in ("H100", "H200")]
+        assert rates[1] > rates[0]
+
+
+def test_stages_lie_across_nodes() -> None:
+    """Replicas of a stage are neighbours: their gradients do not pass the slow network, the activations do."""
+    how = Distribution(strategy="pipeline", num_stages=2, micro_batches=8)
+    pipeline = predict("gpt_1b", batch_size=8, vm_size="NC96ads_A100_v4", nodes=2, strategy=how)
+    ddp = predict("gpt_1b", batch_size=8, vm_size="NC96ads_A100_v4", nodes=2)
+    assert pipeline.communication_s < ddp.communication_s
 
 
 def test_buckets_are_those_of_a_real_ddp(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def make_plan(workload: Workload, wanted: Wanted, price_of: PriceOf, parameters:
             for how in _distributions(workload, wanted, size, nodes):
                 try:
                     found = _predict(workload, wanted, size, gpu, nodes, how, parameters)
-                    memory = memory_of(workload.precision or best_precision(gpu), how, found.gpus)
+                    memory = memory_of(precision_on(workload, gpu), how, found.gpus)
                 except PlanError as error:
                     left_out[str(error)] = None
                     continue
@@ -179,6 +179,8 @@ def make_plan(workload: Workload, wanted: Wanted, price_of: PriceOf, parameters:
                 held = fits(memory, gpu)
                 candidates.append(Candidate(size, nodes, how, found, hours, cost, price, memory, held))
     left_out |= dict.fromkeys(memory_of.unknown)
+    if not wanted.strategies and workload.strategy not in STRATEGIES:
+        left_out[f"The recipe's own strategy, {workload.strategy}, is not planned: others stand in its place."] = None
     ranked = sorted(candidates, key=lambda each: _order(each, wanted))
     by_steps = not (wanted.samples or workload.samples)
     return Plan(workload, tuple(ranked), tuple(left_out), wanted.rank, by_steps)
@@ -195,10 +197,12 @@ def _hours(workload: Workload, wanted: Wanted, found: Prediction) -> float | Non
 def _distributions(workload: Workload, wanted: Wanted, size: VMSize, nodes: int) -> Iterator[Distribution]:
     """The strategies to compare, with the settings of the recipe where it is the recipe's own."""
     own = workload.strategy if workload.strategy in STRATEGIES else "ddp"
-    names = wanted.strategies or dict.fromkeys((own, "ddp", "deepspeed_stage_2", "deepspeed_stage_3", "model_parallel"))
+    others = ("ddp", "deepspeed_stage_2", "deepspeed_stage_3", "model_parallel")
+    # Recipes of the others give their strategy settings that these do not take.
+    names = wanted.strategies or dict.fromkeys((own, *others) if own in others else (own,))
     gpus = (size.gpus or 1) * nodes
     for name in names:
-        base = _own_settings(workload) if name == own else Distribution(strategy=name)  # type: ignore[arg-type]
+        base = _own_settings(workload, own) if name == own else Distribution(strategy=name)  # type: ignore[arg-type]
         base = replace(base, accumulate=workload.accumulate)
         if name == "pipeline":
             stages = base.num_stages if base.num_stages > 1 else min(2, gpus)
@@ -217,7 +221,7 @@ def _shares_matrices(workload: Workload, size: int) -> bool:
     return bool(counts) and all(count % size == 0 for count in counts.values())
 
 
-def _own_settings(workload: Workload) -> Distribution:
+def _own_settings(workload: Workload, name: str) -> Distribution:
     """The settings of the recipe's strategy section, where they are numbers that this model has, too."""
     given = {
         "tensor_parallel_size": workload.settings.get("tensor_parallel_size"),
@@ -231,7 +235,7 @@ def _own_settings(workload: Workload) -> Distribution:
     halves = workload.settings.get("gradient_compression") in ("bf16", "fp16")
     checkpointing = bool(workload.settings.get("activation_checkpointing"))
     return Distribution(
-        strategy=workload.strategy,  # type: ignore[arg-type]
+        strategy=name,  # type: ignore[arg-type]
         gradient_bytes=2 if halves else 4,
         activation_checkpointing=checkpointing,
         **numbers,  # type: ignore[arg-type]
@@ -243,6 +247,19 @@ def best_precision(gpu: GPU) -> str:
     if "bf16" in gpu.peaks:
         return "bf16-mixed"
     return "16-mixed" if "16" in gpu.peaks else "32-true"
+
+
+def precision_on(workload: Workload, gpu: GPU) -> str:
+    """The precision in which a GPU computes the recipe: `tf32` for float32 where the recipe allows it."""
+    precision = workload.precision or best_precision(gpu)
+    return "tf32" if precision == "32-true" and workload.tf32 and "tf32" in gpu.peaks else precision
+
+
+def _compiles(workload: Workload, how: Distribution) -> bool:
+    """Whether a candidate compiles: the recipe's strategy as it says, DDP as the recipe says, others do not."""
+    if how.strategy == workload.strategy:
+        return workload.compiled
+    return workload.ddp_compiled and how.strategy == "ddp"
 
 
 def _predict(
@@ -260,8 +277,8 @@ def _predict(
         gpu=gpu.name,
         vm_size=size.name,
         nodes=nodes,
-        precision=workload.precision or best_precision(gpu),
-        compiled=workload.compiled,
+        precision=precision_on(workload, gpu),
+        compiled=_compiles(workload, how),
         strategy=how,
         optimizer=workload.optimizer,
         across_gb=wanted.across_gb,
@@ -294,14 +311,14 @@ def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
 def recipe_overrides(workload: Workload, candidate: Candidate) -> list[str]:
     """The user's overrides and those of the candidate's strategy, without where it runs."""
     how, words = candidate.how, list[str]()
-    if how.strategy != workload.strategy:
+    same = how.strategy == workload.strategy
+    if not same:
         words.append(f"strategy={how.strategy}")
     if how.strategy == "model_parallel":
         words.append(f"strategy.tensor_parallel_size={how.tensor_parallel_size}")
     if how.strategy == "pipeline":
         words.append(f"strategy.num_stages={how.num_stages}")
-    chosen = {each.partition("=")[0] for each in words} | {"cluster", "strategy"}
-    same = how.strategy == workload.strategy
+    chosen = {each.partition("=")[0] for each in words} | {"cluster", "cluster.vm_size", "cluster.num_nodes"}
     return [*(each for each in workload.overrides if _stays(each, chosen, same)), *words]
 
 
@@ -317,8 +334,8 @@ def submit_command(workload: Workload, candidate: Candidate) -> str:
         placed.append(f"cluster.num_nodes={candidate.nodes}")
     if candidate.nodes > 1 and not candidate.size.infiniband:
         placed.append("cluster.allow_ethernet=true")
-    own = [each for each in recipe_overrides(workload, candidate) if not each.startswith("cluster.num_nodes=")]
-    return shlex.join(["azureml-strategy", "submit", workload.recipe, *own, *placed])
+    words = [*recipe_overrides(workload, candidate), *placed]
+    return shlex.join(["azureml-strategy", "submit", workload.recipe, *words])
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

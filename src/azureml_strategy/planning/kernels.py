@@ -228,8 +228,11 @@ def peak(gpu: GPU, precision: str) -> float:
     A GPU without bf16 computes in float32 what autocast would compute in bf16.
 
     Raises:
-        LookupError: the data sheet has no such figure.
+        LookupError: the data sheet has no such figure, or the planner does not know the precision.
     """
+    if precision not in (*_HALVES, "32-true", "tf32"):
+        known = ", ".join([*_HALVES, "32-true", "tf32"])
+        raise LookupError(f"No speed is known of precision {precision!r}. Known: {known}.")
     kind: Kind = _HALVES.get(precision, "tf32" if precision == "tf32" else "32")
     found = gpu.peaks.get(kind) or gpu.peaks.get("32")
     if not found:

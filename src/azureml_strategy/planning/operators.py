@@ -175,6 +175,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         counter = flop_registry.get(func._overloadpacket)
         flops = float(counter(*args, **kwargs, out_val=outputs)) if counter else 0.0
+        if name == "convolution_backward":
+            flops = _convolution_backward_flops(*args)
         self.add(name, flops, given, written, products=given if counter else ())
 
     def add(
@@ -219,6 +221,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._storages[key] = len(self._storages)
             self._kept.append(storage)
         return self._storages[key]
+
+
+def _convolution_backward_flops(gradient: Tensor, inputs: Tensor, weight: Tensor, _bias: Any, *geometry: Any) -> float:
+    """Operations of the gradients of inputs and weights. torch's own count takes all groups for one."""
+    transposed, needed = geometry[3], geometry[-1]
+    places = (inputs if transposed else gradient)[:, 0].numel()
+    return 2.0 * places * weight.numel() * (bool(needed[0]) + bool(needed[1]))
 
 
 def _kind_of(name: str) -> Kind:

@@ -17,6 +17,7 @@ from azureml_strategy.planning.networks import Network, named_network
 from azureml_strategy.planning.steps import Distribution, StepTime, StrategyName, make_step, time_step
 
 _HALVES = ("bf16", "16")
+_SAME_PEAK = 0.01  # data sheets round
 # Any machine whose step was measured: only the ratio of its two figures counts, for the shape of the step.
 _MEASURED = GPU(
     name="the measured machine",
@@ -138,8 +139,11 @@ def predict(
     how = strategy if isinstance(strategy, Distribution) else Distribution(strategy=strategy)
     size = _size(vm_size)
     card = _gpu(gpu, size, measured)
-    per_node = gpus_per_node or (size.gpus if size and size.gpus else 1)
-    _check(nodes=nodes, gpus_per_node=per_node, batch_size=batch_size)
+    per_node = (size.gpus if size and size.gpus else 1) if gpus_per_node is None else gpus_per_node
+    given = {"loader_rate": loader_rate, "inside_gb": inside_gb, "across_gb": across_gb}
+    given["measured.seconds"] = measured.seconds if measured else None
+    present = {name: value for name, value in given.items() if value is not None}
+    _check(nodes=nodes, gpus_per_node=per_node, batch_size=batch_size, **present)
     joined = _joined(size, nodes, per_node, interconnect, inside_gb, across_gb, known)
     timed = _time_computation(described, card, precision, compiled, batch_size, optimizer, measured, known, anchored)
     width = 2 if precision.startswith(_HALVES) else 4
@@ -150,8 +154,9 @@ def predict(
 
 def _check(**numbers: float) -> None:
     for name, value in numbers.items():
-        if not value > 0:
-            raise PlanError(f"{name} is {value}. Give a number above 0.")
+        whole = name in ("nodes", "gpus_per_node")
+        if not 0 < value < math.inf or (whole and value != int(value)):
+            raise PlanError(f"{name} is {value}. Give a {'whole ' if whole else ''}number above 0.")
 
 
 def _size(name: str | None) -> VMSize | None:
@@ -279,19 +284,26 @@ def _anchor(network: Network, gpu: GPU, case: _Case, known: Parameters) -> tuple
     fitting = [
         (each, card)
         for each in known.anchors
-        if (card := named_gpu(each.gpu)).model == gpu.model
+        if _is_like(card := named_gpu(each.gpu), gpu)
         and each.family == network.family
         and each.precision == case.precision
     ]
     if not fitting:
         return 1.0, f"the roofline of {gpu.name}", "other_gpu"
-    best, card = min(fitting, key=lambda each: (each[0].compiled != case.compiled, each[1] is not gpu))
+    best, card = min(fitting, key=lambda each: (each[1].model != gpu.model, each[0].compiled != case.compiled))
     there = _Case(best.precision, best.compiled, best.batch)
     like = named_network(best.network)
     optimizer_s = _optimizer_s(like, card, known.optimizer_bytes["sgd"], known)
     alone = _computation(like, card, there, known).total_s + optimizer_s
     text = f"{best.network} at {best.samples_per_second:,.0f} samples/s on {card.name} ({best.source})"
-    return best.batch / best.samples_per_second / alone, text, "same_gpu"
+    error = "same_gpu" if card.model == gpu.model else "other_gpu"
+    return best.batch / best.samples_per_second / alone, text, error
+
+
+def _is_like(card: GPU, gpu: GPU) -> bool:
+    """Whether it is the same model, or one with the same peaks and other memory, as H100 and H200."""
+    alike = abs(card.peaks["32"] / gpu.peaks["32"] - 1) < _SAME_PEAK and card.multiprocessors == gpu.multiprocessors
+    return card.model == gpu.model or (alike and card.peaks.keys() == gpu.peaks.keys())
 
 
 def _with_skew(step: StepTime, joined: Joined) -> StepTime:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -49,6 +50,19 @@ class Distribution:
     zero_bucket: float = 2e8
     period: int = 16
     activation_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise PlanError(f"No strategy is known as {self.strategy!r}. Known: {', '.join(STRATEGIES)}.")
+        whole = ("tensor_parallel_size", "num_stages", "micro_batches", "accumulate", "period")
+        for name in (*whole, "bucket_mib", "zero_bucket", "gradient_bytes"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf or (name in whole and value != int(value)):
+                raise PlanError(f"{name} is {value}. Give {'1 or more' if name in whole else 'a number above 0'}.")
+        if self.tensor_parallel_size > 1 and self.strategy != "model_parallel":
+            raise PlanError(
+                f"tensor_parallel_size={self.tensor_parallel_size} is planned for model_parallel, not {self.strategy}."
+            )
 
     @property
     def model_parallel_size(self) -> int:
@@ -147,6 +161,11 @@ def make_step(
         raise PlanError(
             f"{how.strategy} holds one copy of the network on {how.model_parallel_size} GPUs, and {fabric.size} are no "
             "multiple of that."
+        )
+    if how.tensor_parallel_size > 1 and not network.blocks:
+        raise PlanError(
+            f"tensor_parallel_size={how.tensor_parallel_size}, but what {network.name} passes between blocks is not "
+            "known, and so not what the GPUs would add up. Plan it without."
         )
     units = network.units
     forward_ends = [computation.end_of(each.first - 1) if each.first else 0.0 for each in units[1:]]
@@ -301,17 +320,21 @@ def _sharded(step: Step) -> StepTime:
 
 
 def _pipeline(step: Step) -> StepTime:
-    """1F1B over stages that hold about as many parameters each, then the replicas' gradients are added up."""
+    """1F1B over stages that hold about as many parameters each, then the replicas' gradients are added up.
+
+    Stages lie across nodes, as DeepSpeed places them: the replicas of a stage are neighbours.
+    """
     stages, pieces = step.how.num_stages, step.how.micro_batches
     cut = _stages(step.parts, stages)
     forward = [sum(each.forward_s for each in stage) / pieces for stage in cut]
     backward = [sum(each.backward_s for each in stage) / pieces for stage in cut]
     replicas = step.fabric.size // stages
     across = step.fabric.nodes > 1
-    sent = step.fabric.send_s(step.border_bytes / pieces, across=across and stages > step.fabric.per_node)
+    at_once = min(replicas, step.fabric.per_node) if across else 1  # that share what joins the nodes
+    sent = step.fabric.send_s(at_once * step.border_bytes / pieces, across=across)
     found = schedule_1f1b(forward, backward, pieces * step.how.accumulate, [sent] * (stages - 1))
     largest = max(sum(each.elements for each in stage) for stage in cut)
-    group = step.fabric.every(stages) if replicas > 1 else None
+    group = step.fabric.inside_node(replicas) if replicas > 1 else None
     reduced = group.collective_s("all_reduce", largest * step.width) if group else 0.0
     updated = step.optimizer_s * largest / max(step.elements, 1.0)
     sends = 2 * (stages - 1) * sent

@@ -34,6 +34,8 @@ class Workload:
         batch_size: samples of a step and process.
         precision: Lightning's name; None for the fastest of each GPU.
         compiled: whether the recipe compiles on a GPU.
+        ddp_compiled: whether it would under DDP.
+        tf32: whether products of float32 matrices may be taken in TF32.
         strategy: the recipe's own, as a name of conf/strategy.
         settings: keys of the `strategy` section.
         accumulate: batches of an optimizer step.
@@ -52,6 +54,8 @@ class Workload:
     batch_size: int
     precision: str | None
     compiled: bool
+    ddp_compiled: bool
+    tf32: bool
     strategy: str
     settings: Mapping[str, Any]
     accumulate: int
@@ -115,7 +119,9 @@ def _workload(recipe: str, overrides: Sequence[str], config: DictConfig, hydra: 
         network=network,
         batch_size=batch_size,
         precision=None if str(trainer.precision) == _BY_GPU else _precision(trainer.precision),
-        compiled=_compiles(config),
+        compiled=_compiles(config, "strategy.compile", "model.compile"),
+        ddp_compiled=_compiles(config, "compile", "model.compile"),
+        tf32=config.get("matmul_precision") in ("high", "medium"),
         strategy=str(hydra.runtime.choices.get("strategy") or "ddp"),
         settings=strategy,
         accumulate=accumulate,
@@ -134,9 +140,8 @@ def _precision(given: Any) -> str:
     return names.get(str(given), str(given))
 
 
-def _compiles(config: DictConfig) -> bool:
-    asked = [OmegaConf.select(config, key) for key in ("strategy.compile", "model.compile")]
-    return any(value not in (None, False, "off") for value in asked)
+def _compiles(config: DictConfig, *keys: str) -> bool:
+    return any(OmegaConf.select(config, key) not in (None, False, "off") for key in keys)
 
 
 def _samples(config: DictConfig) -> float | None:
