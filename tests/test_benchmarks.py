@@ -71,7 +71,7 @@ def test_compile_restart(tmp_path: Path) -> None:
 
 def test_planned_rates(tmp_path: Path) -> None:
     figures = run("planned_rates", tmp_path, "--without-fit")
-    assert all(abs(each["error"]) < 0.2 for each in figures["one_gpu"])
+    assert all(abs(each["error"]) < (0.2 if each["gpu"] == "H100" else 0.35) for each in figures["one_gpu"])
 
 
 def test_submit(tmp_path: Path) -> None:
