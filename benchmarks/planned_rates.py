@@ -29,6 +29,7 @@ from azureml_strategy.models import GPTConfig, LanguageModel
 from azureml_strategy.network.vm_sizes import bare_name
 from azureml_strategy.planning import Network, Prediction, network_of_module, predict
 from azureml_strategy.planning.fitted import Link, Parameters, default_parameters
+from azureml_strategy.planning.published import published_rates
 
 NAME = "planned_rates"
 PUBLISHED = Path(__file__).parent / "published/azure_resnet50_2018.csv"
@@ -199,12 +200,33 @@ def one_gpu() -> list[dict[str, Any]]:
     return found
 
 
+def other_gpus() -> list[dict[str, Any]]:
+    """Published rates of single GPUs, beside the roofline alone; most of them it was not fitted to."""
+    found = []
+    for each in published_rates():
+        if each.batch is None or each.network not in ("resnet50", "resnet101", "resnet152"):
+            continue
+        case: dict[str, Any] = {"batch_size": each.batch, "gpu": each.gpu, "precision": each.precision}
+        rates = predict(each.network, compiled=each.compiled, optimizer="sgd", anchored=False, **case)
+        error = rates.samples_per_second / each.rate - 1
+        found.append({"network": each.network, **case, "compiled": each.compiled, "rate": each.rate, "error": error})
+    return found
+
+
+def within(errors: Sequence[Mapping[str, Any]], share: float, least_batch: int) -> dict[str, Any]:
+    """How many errors are below a share, of batches that fill a GPU."""
+    sizes = [abs(each["error"]) for each in errors if each["batch_size"] >= least_batch]
+    return {"rates": len(sizes), "median": median(sizes), f"within_{share}": sum(each < share for each in sizes)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--without-fit", action="store_true", help="only the GPUs")
     options = parser.parse_args()
-    figures: dict[str, Any] = {"one_gpu": one_gpu()}
+    others = other_gpus()
+    figures: dict[str, Any] = {"one_gpu": one_gpu(), "other_gpus": others}
+    figures["other_gpus_summary"] = {"all": within(others, 0.3, 1), "batches of 32 and more": within(others, 0.3, 32)}
     if not options.without_fit:
         fitted, held_out = fit_all(), fit_all(leave_out=["16"])
         errors, kept_back = errors_of(fitted), errors_of(held_out, ["16"])

@@ -88,7 +88,7 @@ def _currency(plan: Plan) -> str:
 
 def _remarks(plan: Plan, shown: Sequence[Candidate]) -> Iterator[str]:
     best = shown[0]
-    yield f"Speed is derived from {best.prediction.basis}; two of three true rates lie within the column +-."
+    yield f"Speed is derived from {best.prediction.basis}; +- is the error to expect."
     yield from _up_or_out(shown)
     large = [each for each in shown if each.fits is False and each.memory is not None]
     if large:

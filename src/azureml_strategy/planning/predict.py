@@ -40,7 +40,7 @@ class Prediction:
 
     Attributes:
         samples_per_second: of all GPUs.
-        low: the lower end of the range in which the rate lies; two of three such ranges hold it.
+        low: the lower end of the range in which the rate is expected, from the errors in fitted.toml.
         high: the upper end.
         step_s: seconds of an optimizer step.
         compute_s: of it, forward, backward and optimizer.
