@@ -12,14 +12,19 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-# They change where a tensor's memory is, and write none.
-_MOVES = frozenset({"aten::set_", "aten::resize_", "aten::_resize_output_", "aten::resize_as_", "aten::set_data"})
+# They change where a tensor's memory is, and write none; the last one, of FSDP2, returns views.
+_MOVES = frozenset(
+    {
+        *("aten::set_", "aten::resize_", "aten::_resize_output_", "aten::resize_as_", "aten::set_data"),
+        "fsdp::all_gather_copy_in",
+    }
+)
 
 
 def moves_nothing(operation: Any) -> bool:
-    """Whether an operation of the dispatcher makes views, moves a tensor's memory, or is none of torch's own."""
+    """Whether an operation of the dispatcher makes views, moves a tensor's memory, or is of other libraries."""
     return bool(
-        operation.namespace != "aten"
+        operation.namespace not in ("aten", "fsdp")
         or operation.is_view
         or operation._schema.name in _MOVES
         or torch.Tag.inplace_view in operation.tags
