@@ -67,6 +67,8 @@ def data_section(data: DictConfig, ranks: int) -> DictConfig:
     from azureml_strategy.data import ChatDataModule, ImageFolderDataModule, TextDataModule
 
     kinds = {ImageFolderDataModule: "images", TextDataModule: "text", ChatDataModule: "chat"}
+    if OmegaConf.is_missing(data, "_target_"):
+        return data
     target = get_class(str(data._target_))
     kind = next((word for known, word in kinds.items() if issubclass(target, known)), None)
     if kind is None:

@@ -12,14 +12,21 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-# They change where a tensor's memory is, and write none.
-_MOVES = frozenset({"aten::set_", "aten::resize_", "aten::_resize_output_", "aten::resize_as_", "aten::set_data"})
+# torch's own operations; FSDP2's copies; and the collectives of DTensors, which copy what they are given.
+_COMPUTES = ("aten", "fsdp", "_c10d_functional")
+# They change where a tensor's memory is, and write none; the last two return views, or what they are given.
+_MOVES = frozenset(
+    {
+        *("aten::set_", "aten::resize_", "aten::_resize_output_", "aten::resize_as_", "aten::set_data"),
+        *("fsdp::all_gather_copy_in", "_c10d_functional::wait_tensor"),
+    }
+)
 
 
 def moves_nothing(operation: Any) -> bool:
-    """Whether an operation of the dispatcher makes views, moves a tensor's memory, or is none of torch's own."""
+    """Whether an operation of the dispatcher makes views, moves a tensor's memory, or is of other libraries."""
     return bool(
-        operation.namespace != "aten"
+        operation.namespace not in _COMPUTES
         or operation.is_view
         or operation._schema.name in _MOVES
         or torch.Tag.inplace_view in operation.tags

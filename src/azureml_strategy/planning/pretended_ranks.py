@@ -29,7 +29,7 @@ from azureml_strategy.planning.errors import PlanError
 
 # At a time: each needs most of a core, and 0.7 GB for its libraries.
 _TOGETHER = 2
-_LONGEST_S = 300.0
+_LONGEST_S = 600.0
 _LEFT_ON = (GUARD_SWITCH, LAUNCH_SWITCH, CALLBACKS_SWITCH)
 _LAST_LINES = 12
 
