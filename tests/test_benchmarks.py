@@ -74,6 +74,20 @@ def test_planned_rates(tmp_path: Path) -> None:
     assert all(abs(each["error"]) < (0.2 if each["gpu"] == "H100" else 0.35) for each in figures["one_gpu"])
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("isolated_nodes")
+@pytest.mark.timeout(900)
+def test_planned_steps(tmp_path: Path) -> None:
+    tiny = {"rounds": 1, "steps": 1, "images": 2, "pixels": 32, "sequences": 4, "tokens": 8, "layers": 2, "width": 64}
+    settings = ["ResNet-50, DDP", "GPT, FSDP2", "GPT, pipeline of 2 micro-batches"]
+    numbers = [f"--{name}={value}" for name, value in tiny.items()]
+    figures = run("planned_steps", tmp_path, *numbers, "--more-nodes-at", "--rates", "1gbit", "--settings", *settings)
+    assert [each["setting"] for each in figures["calibration"]] == settings[:2]
+    assert [each["setting"] for each in figures["cases"]] == settings[2:]
+    assert all(each["predicted_at"] <= each["trained_at"] for each in figures["turns"]), "predicted before measured"
+    assert figures["summary"].keys() == {"error", "naive_error"}
+
+
 def test_submit(tmp_path: Path) -> None:
     figures = run("submit", tmp_path, "--rounds", "1", "--warmup", "0", "--files", "200")
     assert figures["targets"].keys() == {"azureml-strategy submit --dry-run", "list_snapshot"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from azureml_strategy.planning.collectives import Fabric, Tier
@@ -63,3 +65,13 @@ def test_a_message_to_a_neighbour() -> None:
     fabric = _fabric(2, 2, latency=1e-6)
     assert fabric.send_s(25e9, across=True) == pytest.approx(1.0, rel=1e-3)
     assert fabric.send_s(200e9, across=False) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_gloo_scatters_by_all_reduce_and_knows_no_trees() -> None:
+    """Counted at the interface, torch 2.13: gloo's reduce_scatter of two ranks sends 2.0 times the tensor in all."""
+    nccl = _fabric(64, 1, latency=5e-6)
+    gloo = replace(nccl, library="gloo")
+    assert gloo.collective_s("reduce_scatter", 1e9) == gloo.collective_s("all_reduce", 1e9)
+    assert gloo.collective_s("all_gather", 1e9) == nccl.collective_s("all_gather", 1e9)
+    assert gloo.collective_s("all_reduce", 8) == pytest.approx(2 * 63 * 15e-6, rel=1e-3)
+    assert replace(_fabric(4, 8), library="gloo").every(16).library == "gloo"

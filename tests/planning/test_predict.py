@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from azureml_strategy.models import ResNet50
 from azureml_strategy.planning import Distribution, MeasuredStep, PlanError, Prediction, named_network, predict
+from azureml_strategy.planning.fitted import default_parameters
 from azureml_strategy.planning.steps import STRATEGIES, fill_buckets
 
 _PUBLISHED = Path(__file__).parents[2] / "benchmarks/published/azure_resnet50_2018.csv"
@@ -177,6 +179,24 @@ def test_more_memory_on_the_same_gpu_is_not_slower() -> None:
     for network in ("gpt_7b", "resnet50"):
         rates = [predict(network, batch_size=8, gpu=gpu).samples_per_second for gpu in ("H100", "H200")]
         assert rates[1] > rates[0]
+
+
+@pytest.mark.parametrize(
+    ("network", "blocks", "root", "messages"),
+    [("gpt_125m", 124.476e6, 0, 14 * 4), ("resnet50", 23.499e6, 2.059e6, 16 * 4 + 3)],
+)
+def test_sharded_parameters_are_gathered_ahead_on_gpus_alone(
+    network: str, blocks: float, root: float, messages: int
+) -> None:
+    """Without streams, under gloo, FSDP2 waits for all that it sends: the step is the sum of both."""
+    links: dict[str, Any] = {"nodes": 2, "gpus_per_node": 1, "across_gb": 2, "inside_gb": 2, "gpu": "A100"}
+    parameters = replace(default_parameters(), skew=0.0)
+    case: dict[str, Any] = {"batch_size": 64, "strategy": "model_parallel", "parameters": parameters, **links}
+    nccl, gloo = (predict(network, library=library, **case) for library in ("nccl", "gloo"))
+    # Bytes of a parameter: in bf16 gathered twice, outside of the blocks once, and in float32 added up on both ranks.
+    sent_s = (blocks * (2 + 2) + root * 2) / 2 / 2e9 + (blocks + root) * 4 / 2e9 + messages * 14e-6
+    assert gloo.communication_s == pytest.approx(sent_s, rel=0.002)
+    assert nccl.communication_s < 0.6 * gloo.communication_s
 
 
 def test_stages_lie_across_nodes() -> None:

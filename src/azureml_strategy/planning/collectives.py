@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Library = Literal["nccl", "gloo"]
 
 # Bytes that each link carries, of the whole tensor's, in a ring of p: all-reduce 2 (p - 1) / p, the others (p - 1) / p
 # (nccl-tests, doc/PERFORMANCE.md). Messages one after the other: 2 (p - 1) and p - 1.
@@ -41,12 +42,14 @@ class Fabric:
         per_node: processes on each, one a GPU.
         inside: what joins those of one node.
         across: what joins nodes; all processes of a node share it.
+        library: what sends. torch's gloo, on CPUs, knows no trees, and its reduce-scatter is an all-reduce.
     """
 
     nodes: int
     per_node: int
     inside: Tier
     across: Tier
+    library: Library = "nccl"
 
     @property
     def size(self) -> int:
@@ -73,7 +76,7 @@ class Fabric:
         """
         if step <= self.per_node:
             return replace(self, per_node=self.per_node // step, across=_shared(self.across, step))
-        return Fabric(self.size // step, 1, self.inside, _shared(self.across, self.per_node))
+        return Fabric(self.size // step, 1, self.inside, _shared(self.across, self.per_node), self.library)
 
     def collective_s(self, kind: Collective, size_bytes: float) -> float:
         """Seconds of a collective of all processes over a tensor of so many bytes, counted whole.
@@ -83,11 +86,13 @@ class Fabric:
         """
         if self.size == 1 or not size_bytes:
             return 0.0
+        if self.library == "gloo" and kind == "reduce_scatter":
+            kind = "all_reduce"
         rounds, tier = _ROUNDS[kind], self.slowest
         crossing = min(self.nodes, self.size - 1) if self.nodes > 1 else 0
         hops_s = crossing * self.across.latency_s + (self.size - 1 - crossing) * self.inside.latency_s
         ring = rounds * ((self.size - 1) / self.size * size_bytes / tier.bandwidth + hops_s)
-        if kind != "all_reduce" or self.nodes < 2:
+        if kind != "all_reduce" or self.nodes < 2 or self.library == "gloo":
             return ring
         depth = math.ceil(math.log2(self.nodes))
         tree = 2 * (depth * self.across.latency_s + (self.per_node - 1) * self.inside.latency_s)

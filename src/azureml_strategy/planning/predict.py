@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from azureml_strategy.gpus import GPU, find_gpu, gpu_of, known_gpus
 from azureml_strategy.network.vm_sizes import VMSize, lookup_vm_size
-from azureml_strategy.planning.collectives import Fabric, Tier
+from azureml_strategy.planning.collectives import Fabric, Library, Tier
 from azureml_strategy.planning.errors import PlanError
 from azureml_strategy.planning.fabrics import Joined, NetworkKind, fabric_of_bandwidths, fabric_of_size
 from azureml_strategy.planning.fitted import Parameters, default_parameters
@@ -100,6 +100,7 @@ def predict(
     interconnect: NetworkKind | None = None,
     inside_gb: float | None = None,
     across_gb: float | None = None,
+    library: Library = "nccl",
     measured: MeasuredStep | None = None,
     loader_rate: float | None = None,
     parameters: Parameters | None = None,
@@ -123,6 +124,7 @@ def predict(
         interconnect: what joins the nodes, `infiniband` or `ethernet`; by default the best that the size has.
         inside_gb: bus bandwidth inside a node in GB/s, in place of the size's; with `across_gb` no size is needed.
         across_gb: the same between nodes.
+        library: `gloo` for processes without GPUs, as the emulator's are.
         measured: a step of one GPU, from which all computation is scaled.
         loader_rate: samples per second that the data pipeline gives each GPU at most; None for any.
         parameters: fitted numbers; by default those of fitted.toml.
@@ -145,6 +147,7 @@ def predict(
     present = {name: value for name, value in given.items() if value is not None}
     _check(nodes=nodes, gpus_per_node=per_node, batch_size=batch_size, **present)
     joined = _joined(size, nodes, per_node, interconnect, inside_gb, across_gb, known)
+    joined = replace(joined, fabric=replace(joined.fabric, library=library))
     timed = _time_computation(described, card, precision, compiled, batch_size, optimizer, measured, known, anchored)
     width = 2 if precision.startswith(_HALVES) else 4
     step = make_step(described, timed.computation, timed.optimizer_s, joined.fabric, width, how, batch_size)

@@ -291,7 +291,8 @@ def _sharded(step: Step) -> StepTime:
     forward and once backward; its gradients are scattered while the next one computes.
 
     With tensor parallelism, the groups that hold the same part of a matrix share it, and each block adds up what it
-    passes on twice forward and twice backward, with nothing to hide behind.
+    passes on twice forward and twice backward, with nothing to hide behind. Without a GPU's streams, under gloo, nothing
+    is gathered ahead.
     """
     tensor = step.how.tensor_parallel_size
     group = step.fabric.every(tensor) if tensor > 1 else step.fabric
@@ -304,8 +305,10 @@ def _sharded(step: Step) -> StepTime:
         for forward in (True, False):
             for part in step.parts if forward else reversed(step.parts):
                 share = tensor if part.name else 1  # only blocks are cut
-                gather = group.collective_s("all_gather", part.elements / share * step.width)
-                gathered = tasks.add("gather", "network", gather, before[0])
+                kept = not forward and not part.name and step.how.strategy == "model_parallel"  # FSDP2 keeps its root's
+                gather = 0.0 if kept else group.collective_s("all_gather", part.elements / share * step.width)
+                ahead = before[0] if group.library == "nccl" else before[1]
+                gathered = tasks.add("gather", "network", gather, ahead)
                 seconds = (part.forward_s if forward else part.backward_s) / share
                 computed = tasks.add(part.name, "compute", seconds, gathered)
                 if inner and part.name:
