@@ -291,8 +291,8 @@ def _sharded(step: Step) -> StepTime:
     forward and once backward; its gradients are scattered while the next one computes.
 
     With tensor parallelism, the groups that hold the same part of a matrix share it, and each block adds up what it
-    passes on twice forward and twice backward, with nothing to hide behind. Without a GPU's streams, under gloo, nothing
-    is gathered ahead.
+    passes on twice forward and twice backward, with nothing to hide behind. Without the streams of GPUs, under gloo,
+    nothing is gathered ahead.
     """
     tensor = step.how.tensor_parallel_size
     group = step.fabric.every(tensor) if tensor > 1 else step.fabric
