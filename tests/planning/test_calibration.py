@@ -82,6 +82,18 @@ def test_runs_of_few_nodes_tell_the_rates_of_many() -> None:
     assert found.errors("left_out")
 
 
+def test_each_run_is_predicted_from_the_others_as_if_it_had_not_been_named() -> None:
+    runs = observed(arguments(1, 1), arguments(1), arguments(2), arguments(2, batch_size=4), arguments(4), noise=0.02)
+    found = calibrate(runs)
+    assert [fit.left_out is None for fit in found.fits] == [False, True, False, False, False]
+    for place, fit in enumerate(found.fits):
+        if fit.left_out is not None:
+            others = calibrate([*runs[:place], *runs[place + 1 :]]).parameters
+            assert fit.left_out == pytest.approx(
+                predict(**runs[place].arguments, parameters=others).samples_per_second, rel=0.01
+            )
+
+
 def test_one_gpu_tells_computation_alone() -> None:
     found = calibrate(observed(arguments(1, 1)))
     assert told(found) == {"time of a step's kernels"}

@@ -24,7 +24,7 @@ from azureml_strategy.planning.fitted import (
     Parameters,
     default_parameters,
 )
-from azureml_strategy.planning.least_squares import Floats, solve
+from azureml_strategy.planning.least_squares import Floats, Residuals, Solution, solve, solve_nearby
 from azureml_strategy.planning.networks import named_network
 from azureml_strategy.planning.predict import Prediction, named_gpu, predict
 
@@ -38,6 +38,7 @@ _SPREAD: Mapping[Quantity, float] = {"inside": 1.5, "across": 1.5, "latency": 1.
 _NOISE = 0.01  # by which two runs of the same kind differ, relative
 _BOUND = 4.6  # of a logarithm: a factor of 100
 _SLOW = -1.5  # of a bandwidth's logarithm, a second start: from a fast link alone, its traffic may be all hidden
+_GOOD = 4.0  # a sum of squares for each run: an error of twice the noise
 _TOLD = 0.7  # a number is told if its standard deviation is less than this part of its spread
 _LEAST = 3  # runs from which each one is predicted from the others
 _MOST_ERROR = 1.0
@@ -189,8 +190,8 @@ def calibrate(observed: Sequence[Observed], parameters: Parameters | None = None
         raise PlanError("There is no run to calibrate on. Name at least one that measured its throughput on GPUs.")
     before = [each.predict(known) for each in cases]
     unknowns = _unknowns(cases)
-    found, deviations = _fit(cases, unknowns, known)
-    fitted = _with(known, unknowns, found)
+    found = _fit(cases, unknowns, known)
+    fitted = _with(known, unknowns, found.unknowns)
     after = [each.predict(fitted) for each in cases]
     left_out = [_left_out(place, cases, known, unknowns, found) for place in range(len(cases))]
     fits = tuple(
@@ -198,7 +199,7 @@ def calibrate(observed: Sequence[Observed], parameters: Parameters | None = None
         for case, old, new, held in zip(cases, before, after, left_out, strict=True)
     )
     named = replace(fitted, name=_name(cases))
-    numbers = tuple(_numbers(unknowns, deviations, known, fitted))
+    numbers = tuple(_numbers(unknowns, found.deviations, known, fitted))
     return Calibration(_with_errors(named, known, cases, after, fits), fits, numbers)
 
 
@@ -307,10 +308,8 @@ def _with(known: Parameters, unknowns: Sequence[_Unknown], logarithms: Floats) -
     return replace(known, corrections=corrections, adjustments=adjustments)
 
 
-def _fit(
-    cases: Sequence[_Case], unknowns: Sequence[_Unknown], known: Parameters, start: Floats | None = None
-) -> tuple[Floats, Floats]:
-    """The unknowns' logarithms and their standard deviations."""
+def _residuals(cases: Sequence[_Case], unknowns: Sequence[_Unknown], known: Parameters) -> Residuals:
+    """The relative errors of the runs, then how far each unknown is from where it was, in units of what is usual."""
     spreads = np.array([each.spread for each in unknowns])
 
     @cache  # of the numbers that concern a run, most are the same from one derivative to the next
@@ -322,10 +321,13 @@ def _fit(
         errors = [math.log(rate(each, *_of(each, tried)) / each.rate) / _NOISE for each in cases]
         return np.array([*errors, *(given / spreads)])
 
+    return residuals
+
+
+def _fit(cases: Sequence[_Case], unknowns: Sequence[_Unknown], known: Parameters) -> Solution:
     same = np.zeros(len(unknowns))
-    slow = np.array([_SLOW if each.quantity in ("inside", "across") else 0.0 for each in unknowns])
-    starts = [same, slow] if slow.any() else [same]
-    return solve(residuals, starts if start is None else [start, *starts[1:]], _BOUND)
+    slow = np.array([_SLOW if each.quantity in _KINDS else 0.0 for each in unknowns])
+    return solve(_residuals(cases, unknowns, known), [same, slow], _BOUND, _GOOD * len(cases))
 
 
 def _of(case: _Case, parameters: Parameters) -> tuple[Correction | None, Adjustment | None]:
@@ -341,7 +343,7 @@ def _only(known: Parameters, case: _Case, correction: Correction | None, adjustm
 
 
 def _left_out(
-    place: int, cases: Sequence[_Case], known: Parameters, unknowns: Sequence[_Unknown], found: Floats
+    place: int, cases: Sequence[_Case], known: Parameters, unknowns: Sequence[_Unknown], found: Solution
 ) -> float | None:
     """The rate of a run by a calibration on the others; None where they are too few or tell other numbers."""
     case, others = cases[place], [*cases[:place], *cases[place + 1 :]]
@@ -350,9 +352,11 @@ def _left_out(
     if len(cases) < _LEAST or not (same_compute and same_link):
         return None
     own = _unknowns(others)
-    of_all = dict(zip(unknowns, found.tolist(), strict=True))
-    fitted = _with(known, own, _fit(others, own, known, np.array([of_all.get(each, 0.0) for each in own]))[0])
-    return case.predict(fitted).samples_per_second
+    columns = [unknowns.index(each) for each in own]
+    rows = [*(row for row in range(len(cases)) if row != place), *(len(cases) + column for column in columns)]
+    residuals = _residuals(others, own, known)
+    near = solve_nearby(residuals, found.unknowns[columns], found.slope[np.ix_(rows, columns)], _BOUND)
+    return case.predict(_with(known, own, near)).samples_per_second
 
 
 def _with_errors(

@@ -90,11 +90,11 @@ def _observe(run: LoggedRun, recipe: str, workload_of: Any) -> Observed:
         raise PlanError(f"it is {run.status.lower()}, and only the end of a run says how fast it was.")
     if run.tags.get(EMULATED_TAG) == "true":
         raise PlanError("its nodes were emulated on one machine.")
+    size, gpu = _place(run)
     measured = _rate(run)
     nodes, devices = _whole(run, "summary/nodes"), _whole(run, "summary/devices")
     if devices % nodes:
         raise PlanError(f"it logged {devices} devices on {nodes} nodes, which do not have as many each.")
-    size, gpu = _place(run)
     workload = workload_of(*_recipe(run, recipe))
     if run.tags.get("throughput.unit", workload.unit) != workload.unit:
         raise PlanError(f"it counted {run.tags['throughput.unit']}, and its recipe counts {workload.unit}.")
@@ -200,6 +200,6 @@ def _check_rate(rate: float, arguments: Mapping[str, Any]) -> None:
     alone = expected.samples_per_second * expected.step_s / expected.compute_s  # what links make slower
     if not expected.samples_per_second / _TOO_SLOW < rate < _TOO_FAST * alone:
         raise PlanError(
-            f"it logged {rate:,.4g} samples/s where {expected.samples_per_second:,.4g} are expected. So large a difference has another "
-            "cause than the planner's numbers."
+            f"it logged {rate:,.4g} samples/s where {expected.samples_per_second:,.4g} are expected. So large a "
+            "difference has another cause than the planner's numbers."
         )
