@@ -19,6 +19,7 @@ from azureml_strategy.planning.fitted import (
 
 _COMPUTE = ("gpu", "family", "precision", "compiled")
 _LINK = ("vm_size", "network")
+_MOST = 1e4  # no factor that a fit finds is larger, nor its inverse
 
 
 def calibration_values(calibration: Calibration) -> dict[str, Any]:
@@ -68,8 +69,10 @@ def read_calibration(content: str, name: str, parameters: Parameters | None = No
             adjustments={**known.adjustments, **adjustments},
         )
         fits = tuple(Fit(**each) for each in values["fits"])
+        numbers = tuple(FittedNumber(**each) for each in values["numbers"])
         _check_fits(fits)
-        return Calibration(fitted, fits, tuple(FittedNumber(**each) for each in values["numbers"]))
+        _check_numbers(numbers)
+        return Calibration(fitted, fits, numbers)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise PlanError(
             f"{name} is no calibration ({type(error).__name__}: {error}). Give the file of "
@@ -87,18 +90,32 @@ def _entry(
 
 
 def _check_correction(value: Correction) -> None:
-    _check_positive(factor=value.factor, error=value.error)
+    _check_factors(factor=value.factor, error=value.error)
 
 
 def _check_adjustment(value: Adjustment) -> None:
     factors = {each.name: getattr(value, each.name) for each in fields(value) if each.name not in ("error", "source")}
-    _check_positive(**factors, **({} if value.error is None else {"error": value.error}))
+    _check_factors(**factors, **({} if value.error is None else {"error": value.error}))
 
 
 def _check_fits(fits: tuple[Fit, ...]) -> None:
     for each in fits:
         held_out = {} if each.left_out is None else {"left_out": each.left_out}
         _check_positive(measured=each.measured, before=each.before, after=each.after, naive=each.naive, **held_out)
+
+
+def _check_numbers(numbers: tuple[FittedNumber, ...]) -> None:
+    for each in numbers:
+        if not all(isinstance(text, str) for text in (each.what, each.place, each.unit)):
+            raise ValueError(f"{each.what} has no name, place or unit")
+        if not (0 <= each.before < math.inf and 0 <= each.after < math.inf):
+            raise ValueError(f"{each.what} is {each.after}")
+
+
+def _check_factors(**factors: Any) -> None:
+    for name, value in factors.items():
+        if not 1 / _MOST < value < _MOST:
+            raise ValueError(f"{name} is {value}")
 
 
 def _check_positive(**numbers: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
@@ -85,7 +85,7 @@ def observe_runs(runs: Sequence[LoggedRun], recipe: str = "") -> tuple[list[Obse
     return list(found.values()), left_out
 
 
-def _observe(run: LoggedRun, recipe: str, workload_of: Any) -> Observed:
+def _observe(run: LoggedRun, recipe: str, workload_of: Callable[[str, tuple[str, ...]], Workload]) -> Observed:
     if run.status != "FINISHED":
         raise PlanError(f"it is {run.status.lower()}, and only the end of a run says how fast it was.")
     if run.tags.get(EMULATED_TAG) == "true":
