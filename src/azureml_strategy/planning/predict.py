@@ -279,10 +279,22 @@ def _optimizer_s(network: Network, gpu: GPU, moved: float, known: Parameters) ->
 
 
 def _corrected(network: Network, gpu: GPU, case: _Case, known: Parameters) -> tuple[float, str, float]:
-    """The factor of `_anchor` with what the user's own runs say of it, its source, and the relative error to expect."""
-    factor, basis, error = _anchor(network, gpu, case, known)
-    own = known.corrections.get((gpu.model, network.family, case.precision, case.compiled))
-    return (factor, basis, known.errors[error]) if own is None else (own.factor * factor, own.source, own.error)
+    """The factor of `_anchor` with what the user's own runs say of it, its source, and the relative error to expect.
+
+    Where they were of the other mode, compiled or not, that counts, with the error of this mode added to theirs.
+    """
+    factor, basis, name = _anchor(network, gpu, case, known)
+    error = known.errors[name]
+    own, other = (
+        known.corrections.get((gpu.model, network.family, case.precision, compiled))
+        for compiled in (case.compiled, not case.compiled)
+    )
+    if own is not None:
+        return own.factor * factor, own.source, own.error
+    if other is not None:
+        mode = "eager" if case.compiled else "compiled"
+        return other.factor * factor, f"{other.source}, which were {mode}", math.hypot(other.error, error)
+    return factor, basis, error
 
 
 def _anchor(network: Network, gpu: GPU, case: _Case, known: Parameters) -> tuple[float, str, str]:
