@@ -287,3 +287,12 @@ def test_given_bandwidths_are_not_fitted() -> None:
     found = calibrate([Observed("one", given, 0.8 * predict(**given).samples_per_second)])
     assert not found.parameters.adjustments
     assert found.errors("after")[0] < 0.02
+
+
+def test_the_same_run_again_frees_no_further_number() -> None:
+    one, again = arguments(1, 1), [arguments(4) for _ in range(4)]
+    found = calibrate(observed(one, *again))
+    assert {each.what for each in found.numbers if each.before != each.after} == {
+        "time of a step's kernels",
+        "bandwidth between nodes",
+    }

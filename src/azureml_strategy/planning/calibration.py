@@ -25,7 +25,7 @@ from azureml_strategy.planning.fitted import (
     default_parameters,
 )
 from azureml_strategy.planning.least_squares import Floats, Residuals, Solution, solve, solve_nearby
-from azureml_strategy.planning.networks import named_network
+from azureml_strategy.planning.networks import Network, named_network
 from azureml_strategy.planning.predict import Prediction, named_gpu, predict
 
 Kind = Literal["inside", "across"]
@@ -232,7 +232,9 @@ class _Case:
     @property
     def setting(self) -> tuple[Any, ...]:
         """Two runs of the same setting tell no more numbers than one."""
-        return tuple((name, id(value) if name == "network" else str(value)) for name, value in self.arguments.items())
+        network: Network = self.arguments["network"]
+        others = tuple((name, str(value)) for name, value in self.arguments.items() if name != "network")
+        return network.name, network.parameters, network.flops, others
 
 
 def _case(observed: Observed, known: Parameters) -> _Case:
