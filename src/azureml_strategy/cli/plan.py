@@ -13,6 +13,7 @@ from azureml_strategy.cli.verbs import Verbs, add_unparsed_verb, add_verb, fail,
 if TYPE_CHECKING:
     from azureml_strategy.cluster.job import Price
     from azureml_strategy.network.vm_sizes import VMSize
+    from azureml_strategy.planning.calibration import Calibration, Observed
     from azureml_strategy.planning.candidates import Plan, Wanted
 
 _DESCRIPTION = (
@@ -24,6 +25,7 @@ examples:
   azureml-strategy plan gpt_zero3 model=gpt_7b --sizes nd96isr_h100_v5,nd96amsr_a100_v4 --region eastus --deadline 24
   azureml-strategy plan resnet50_imagenet --step-ms 66 --measured-on H100 --rank time
   azureml-strategy plan gpt_zero3 model=gpt_1b --sizes nd96isr_h100_v5 --nodes 8 --strategies deepspeed_stage_3 --try
+  azureml-strategy plan resnet50_imagenet --calibrate 0a1b2c3d 4e5f6a7b --save-calibration ours.json
   azureml-strategy sizes --gpu H100 --infiniband
 Ranges say how sure it is; docs/plan.md says how it is computed and what it was checked against.
 """
@@ -72,6 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
     measured.add_argument("--measured-on", metavar="GPU", help="the GPU of --step-ms, such as H100")
     measured.add_argument("--loader-rate", type=float, metavar="X", help="samples per second that the data gives a GPU")
     measured.add_argument("--bench", type=Path, metavar="FILE", help="JSON of `bench` on several nodes")
+    _add_calibration(parser)
     _add_prices(parser)
     parser.add_argument(
         "--try", action="store_true", dest="tried", help="start the first candidate here, on ranks that are not there"
@@ -82,6 +85,19 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_calibration(parser: argparse.ArgumentParser) -> None:
+    own = parser.add_argument_group("calibration", "the planner's numbers, fitted to runs of yours")
+    own.add_argument(
+        "--calibrate",
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="run ids or run folders, or one file of --save-calibration; write them after the overrides",
+    )
+    own.add_argument("--store", metavar="URI", help="where the runs are; azureml is the configured workspace")
+    own.add_argument("--save-calibration", type=Path, metavar="FILE.json", help="write it, to be used again")
+
+
 def _run(options: argparse.Namespace) -> int:
     from azureml_strategy.bench.options import BenchError
     from azureml_strategy.jobs import JobError
@@ -89,19 +105,73 @@ def _run(options: argparse.Namespace) -> int:
     from azureml_strategy.planning.errors import PlanError
     from azureml_strategy.planning.page import print_plan
     from azureml_strategy.planning.workload import read_workload
+    from azureml_strategy.reporting.stores import ReportError
+    from azureml_strategy.tracking.store import TrackingError
     from azureml_strategy.training.recipes import RecipeError
 
     parsed = make_parser().parse_intermixed_args(options.words)
     try:
         wanted = _wanted(parsed)
         workload = read_workload(parsed.recipe, parsed.overrides)
-        plan = make_plan(workload, wanted, _price_finder(parsed))
+        calibration = _calibration(parsed)
+        known = calibration.parameters if calibration else None
+        plan = make_plan(workload, wanted, _price_finder(parsed), known)
         if not plan.candidates:
             raise PlanError(f"Nothing can be planned. {' '.join(plan.left_out[:3])}")
-        print_plan(plan, parsed.rows, ", ".join(_write(plan, parsed)))
+        written = _write(plan, calibration, parsed)
+        if calibration:
+            print_text("\n".join(calibration.lines()))
+        print_plan(plan, parsed.rows, ", ".join(written))
         return _try(plan) if parsed.tried else 0
-    except (PlanError, JobError, BenchError, RecipeError, OSError) as error:
+    except (PlanError, JobError, BenchError, RecipeError, ReportError, TrackingError, OSError) as error:
         return fail(error)
+
+
+def _calibration(options: argparse.Namespace) -> Calibration | None:
+    """The calibration that was asked for, from runs or from a file; None without one."""
+    from azureml_strategy.planning.calibration import calibrate
+    from azureml_strategy.planning.calibration_file import read_calibration, write_calibration
+    from azureml_strategy.planning.errors import PlanError
+
+    if not options.calibrate:
+        if options.save_calibration or options.store:
+            raise PlanError("--save-calibration and --store belong to --calibrate RUN [RUN ...], which is missing.")
+        return None
+    files = [Path(each) for each in options.calibrate if Path(each).is_file()]
+    if files and len(options.calibrate) > 1:
+        raise PlanError(f"{files[0]} is a file, and a calibration is made of runs or is one file. Name it alone.")
+    if files:
+        found = read_calibration(files[0].read_text(encoding="utf-8", errors="replace"), str(files[0]))
+    else:
+        found = calibrate(_observed(options))
+    if options.save_calibration:
+        from azureml_strategy.files import write_atomically
+
+        write_atomically(options.save_calibration, write_calibration(found))
+    return found
+
+
+def _observed(options: argparse.Namespace) -> list[Observed]:
+    """What the named runs measured; it prints why others of them cannot be used."""
+    from azureml_strategy.cli.report import find_run
+    from azureml_strategy.command_line import is_override
+    from azureml_strategy.planning.errors import PlanError
+    from azureml_strategy.planning.observed_runs import observe_runs
+    from azureml_strategy.reporting.stores import open_store
+
+    change = next(filter(is_override, options.calibrate), None)
+    if change is not None:
+        raise PlanError(f"{change} is no run. Write what is changed in the recipe before --calibrate.")
+    places = [find_run(each, options.store) for each in options.calibrate]
+    stores = {uri: open_store(uri) for uri in dict.fromkeys(uri for _, uri in places)}
+    found, left_out = observe_runs([stores[uri].run(run_id) for run_id, uri in places], options.recipe)
+    if not found:
+        raise PlanError(
+            f"No run can be calibrated on. {' '.join(left_out)} Name finished runs of recipes on Azure's GPUs."
+        )
+    for sentence in left_out:
+        print_text(sentence)
+    return found
 
 
 def _try(plan: Plan) -> int:
@@ -189,15 +259,17 @@ def _price_finder(options: argparse.Namespace) -> Callable[[VMSize], Price | Non
     return lambda size: given.get(size.name) or prices.price_of(size)
 
 
-def _write(plan: Plan, options: argparse.Namespace) -> list[str]:
+def _write(plan: Plan, calibration: Calibration | None, options: argparse.Namespace) -> list[str]:
     from azureml_strategy.files import write_atomically
+    from azureml_strategy.planning.calibration_file import calibration_values
     from azureml_strategy.planning.candidates import as_json
     from azureml_strategy.planning.errors import PlanError
     from azureml_strategy.planning.page import draw_plan
 
-    written = []
+    written = [] if options.save_calibration is None else [str(options.save_calibration)]
     if options.output is not None:
-        write_atomically(options.output, json.dumps(as_json(plan), indent=2).encode())
+        content = as_json(plan) | {"calibration": calibration and calibration_values(calibration)}
+        write_atomically(options.output, json.dumps(content, indent=2).encode())
         written.append(str(options.output))
     if options.plot is not None:
         drawn = draw_plan(plan)

@@ -84,7 +84,7 @@ def _page(options: argparse.Namespace) -> Page:
 def _collect(run: str, options: argparse.Namespace) -> RunRecord:
     from azureml_strategy.reporting.collect import collect_run
 
-    run_id, store = _find_run(run, options.store)
+    run_id, store = find_run(run, options.store)
     folder = Path(run) if Path(run).is_dir() else None
     record = collect_run(run_id, store, options.seconds, folder=folder)
     if options.status:
@@ -92,8 +92,18 @@ def _collect(run: str, options: argparse.Namespace) -> RunRecord:
     return record
 
 
-def _find_run(run: str, store: str | None) -> tuple[str, str]:
-    """The id of a run and the address of its store."""
+def find_run(run: str, store: str | None) -> tuple[str, str]:
+    """The id of a run and the address of its store.
+
+    Args:
+        run: its id, or the output folder of a recipe's run.
+        store: URI of the store, or `azureml`; None for that of the environment or the folder.
+
+    Raises:
+        ReportError: it names no run.
+        TrackingError: the store needs a package that is not installed.
+        JobError: the workspace does not answer.
+    """
     from azureml_strategy.reporting.stores import ReportError
     from azureml_strategy.tracking.run import resolve_tracking_uri
 

@@ -202,7 +202,7 @@ def _distributions(workload: Workload, wanted: Wanted, size: VMSize, nodes: int)
     names = wanted.strategies or dict.fromkeys((own, *others) if own in others else (own,))
     gpus = (size.gpus or 1) * nodes
     for name in names:
-        base = _own_settings(workload, own) if name == own else Distribution(strategy=name)  # type: ignore[arg-type]
+        base = own_settings(workload, own) if name == own else Distribution(strategy=name)  # type: ignore[arg-type]
         base = replace(base, accumulate=workload.accumulate)
         if name == "pipeline":
             stages = base.num_stages if base.num_stages > 1 else min(2, gpus)
@@ -221,7 +221,7 @@ def _shares_matrices(workload: Workload, size: int) -> bool:
     return bool(counts) and all(count % size == 0 for count in counts.values())
 
 
-def _own_settings(workload: Workload, name: str) -> Distribution:
+def own_settings(workload: Workload, name: str) -> Distribution:
     """The settings of the recipe's strategy section, where they are numbers that this model has, too."""
     given = {
         "tensor_parallel_size": workload.settings.get("tensor_parallel_size"),

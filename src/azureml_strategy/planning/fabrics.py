@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from azureml_strategy.gpus import gpu_of
 from azureml_strategy.network.vm_sizes import VMSize
 from azureml_strategy.planning.collectives import Fabric, Tier
 from azureml_strategy.planning.errors import PlanError
-from azureml_strategy.planning.fitted import Parameters, TierDefaults
+from azureml_strategy.planning.fitted import Adjustment, Parameters, TierDefaults
 
 NetworkKind = Literal["infiniband", "ethernet"]
 _GIGA = 1e9
@@ -30,12 +30,14 @@ class Joined:
         overhead_s: added to each step of more than one GPU.
         skew: share of a step by which one rank's time differs from another's.
         source: where the bandwidths are from.
+        error: relative error to expect of what communication adds; None for that of the network.
     """
 
     fabric: Fabric
     overhead_s: float = 0.0
     skew: float = 0.0
     source: str = ""
+    error: float | None = None
 
 
 def network_kind(size: VMSize | None, asked: NetworkKind | None) -> NetworkKind:
@@ -61,6 +63,30 @@ def fabric_of_size(
         PlanError: the size has no InfiniBand, or nothing is known of its links.
     """
     kind = network_kind(size, network)
+    joined = _without_runs(size, nodes, per_node, parameters, kind)
+    adjustment = parameters.adjustments.get((size.short_name, kind))
+    return joined if adjustment is None else _adjusted(joined, adjustment)
+
+
+def _adjusted(joined: Joined, by: Adjustment) -> Joined:
+    inside, across = joined.fabric.inside, joined.fabric.across
+    fabric = replace(
+        joined.fabric,
+        inside=_with_slowdown(replace(inside, bandwidth=by.inside * inside.bandwidth), by.slowdown),
+        across=_with_slowdown(
+            replace(across, bandwidth=by.across * across.bandwidth, latency_s=by.latency * across.latency_s),
+            by.slowdown,
+        ),
+    )
+    return replace(joined, fabric=fabric, skew=by.skew * joined.skew, source=by.source, error=by.error)
+
+
+def _with_slowdown(tier: Tier, factor: float) -> Tier:
+    odds = factor * tier.slowdown / (1 - tier.slowdown)
+    return replace(tier, slowdown=odds / (1 + odds))
+
+
+def _without_runs(size: VMSize, nodes: int, per_node: int, parameters: Parameters, kind: NetworkKind) -> Joined:
     link = parameters.links.get((size.short_name, kind))
     if link is not None:
         inside = Tier("inside the node", link.inside, 0.0, link.slowdown)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -90,6 +90,50 @@ class Shares:
     memory: float
 
 
+ComputeKey = tuple[str, Family, str, bool]
+"""Model of the GPU, family of the network, precision, and whether it was compiled."""
+LinkKey = tuple[str, str]
+"""Short name of a VM size, and `infiniband` or `ethernet`."""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What a user's runs say of the computation on a GPU.
+
+    Attributes:
+        factor: by which a step's kernels take longer than without it.
+        error: relative error to expect of computation.
+        source: the runs.
+    """
+
+    factor: float
+    error: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Adjustment:
+    """What a user's runs say of the links of a VM size: factors on what is known of them without these runs.
+
+    Attributes:
+        inside: of the bandwidth inside a node.
+        across: of the bandwidth between nodes.
+        latency: of a message's latency between nodes.
+        slowdown: of the odds of the slowdown s, which are s / (1 - s), so that it stays below 1.
+        skew: of the wait for the slowest rank.
+        error: relative error to expect of what communication adds; None for that of the network.
+        source: the runs.
+    """
+
+    inside: float = 1.0
+    across: float = 1.0
+    latency: float = 1.0
+    slowdown: float = 1.0
+    skew: float = 1.0
+    error: float | None = None
+    source: str = ""
+
+
 @dataclass(frozen=True)
 class Parameters:
     """All fitted numbers.
@@ -104,17 +148,21 @@ class Parameters:
         skew: share of a step by which one rank's time differs from another's.
         errors: relative errors that the model had on measurements that it was not fitted to, by what is not known.
         name: of the calibration, for messages.
+        corrections: of the computation, by a user's own runs.
+        adjustments: of the links, by the same.
     """
 
     efficiency: Efficiency
     shares: tuple[Shares, ...]
     optimizer_bytes: Mapping[str, float]
     tiers: Mapping[str, TierDefaults]
-    links: Mapping[tuple[str, str], Link]
+    links: Mapping[LinkKey, Link]
     anchors: tuple[Anchor, ...]
     skew: float
     errors: Mapping[str, float]
     name: str = "fitted.toml"
+    corrections: Mapping[ComputeKey, Correction] = field(default_factory=dict)
+    adjustments: Mapping[LinkKey, Adjustment] = field(default_factory=dict)
 
     def efficiency_of(self, model: str, precision: str) -> Efficiency:
         """What a model of GPU reaches at a precision."""

@@ -245,17 +245,19 @@ def _time_computation(
     if moved is None:
         raise PlanError(f"No optimizer is known as {optimizer!r}. Known: {', '.join(known.optimizer_bytes)}.")
     case = _Case(precision, compiled, batch_size)
-    factor, basis, error = _anchor(network, gpu, case, known) if anchored else (1.0, "roofline", "other_gpu")
+    untold = 1.0, "roofline", known.errors["other_gpu"]
+    factor, basis, error = _corrected(network, gpu, case, known) if anchored else untold
     if measured is not None:
         base = gpu if measured.gpu is None else named_gpu(measured.gpu)
-        own = _anchor(network, base, case, known)[0] if anchored else 1.0
+        own = _corrected(network, base, case, known)[0] if anchored else 1.0
         alone = _computation(network, base, case, known, own)
         whole = alone.total_s + _optimizer_s(network, base, moved, known)
         factor *= measured.seconds / whole
-        basis, error = f"a measured step of {base.name}", "measured" if base is gpu else "same_gpu"
+        basis = f"a measured step of {base.name}"
+        error = known.errors["measured" if base is gpu else "same_gpu"]
     computation = _computation(network, gpu, case, known, factor)
     scaled = factor if measured is not None else 1.0
-    return _Timed(computation, scaled * _optimizer_s(network, gpu, moved, known), basis, known.errors[error])
+    return _Timed(computation, scaled * _optimizer_s(network, gpu, moved, known), basis, error)
 
 
 @dataclass(frozen=True)
@@ -277,6 +279,25 @@ def _computation(network: Network, gpu: GPU, case: _Case, known: Parameters, fac
 
 def _optimizer_s(network: Network, gpu: GPU, moved: float, known: Parameters) -> float:
     return moved * network.parameters / (known.efficiency.memory * gpu.memory_bandwidth * 1e9)
+
+
+def _corrected(network: Network, gpu: GPU, case: _Case, known: Parameters) -> tuple[float, str, float]:
+    """The factor of `_anchor` with what the user's own runs say of it, its source, and the relative error to expect.
+
+    Where they were of the other mode, compiled or not, that counts, with the error of this mode added to theirs.
+    """
+    factor, basis, name = _anchor(network, gpu, case, known)
+    error = known.errors[name]
+    own, other = (
+        known.corrections.get((gpu.model, network.family, case.precision, compiled))
+        for compiled in (case.compiled, not case.compiled)
+    )
+    if own is not None:
+        return own.factor * factor, own.source, own.error
+    if other is not None:
+        mode = "eager" if case.compiled else "compiled"
+        return other.factor * factor, f"{other.source}, which were {mode}", math.hypot(other.error, error)
+    return factor, basis, error
 
 
 def _anchor(network: Network, gpu: GPU, case: _Case, known: Parameters) -> tuple[float, str, str]:
@@ -334,7 +355,8 @@ def _prediction(
     total_s = step.total_s + data_s
     rate = samples / total_s
     kind = "ethernet" if joined.fabric.nodes > 1 and joined.fabric.across.name.lower() == "ethernet" else "infiniband"
-    parts = (timed.error * step.compute_s, known.errors[kind] * step.communication_s)
+    exchange_error = known.errors[kind] if joined.error is None else joined.error
+    parts = (timed.error * step.compute_s, exchange_error * step.communication_s)
     spread = math.hypot(*parts) / total_s
     return Prediction(
         samples_per_second=rate,

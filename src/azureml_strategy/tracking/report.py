@@ -26,6 +26,7 @@ from azureml_strategy.cluster.emulated import is_emulated
 from azureml_strategy.cluster.job import count, format_money, read_job
 from azureml_strategy.interfaces import Compiles
 from azureml_strategy.lightning_internals import has_bucket_size, sends_by_hook
+from azureml_strategy.strategies.tuning.record import device_name
 from azureml_strategy.tracking.batch import markdown_table
 from azureml_strategy.tracking.cost import find_cost
 from azureml_strategy.tracking.logger import JobMLFlowLogger
@@ -77,6 +78,7 @@ class RunReport(Callback):
             "data_parallel_size": data_parallel_size(trainer),
             "strategy": type(trainer.strategy).__name__,
             "vm_size": job.vm_size if job else None,
+            "device": device_name(trainer.strategy.root_device),
             "emulated": "true" if is_emulated(os.environ) else None,
         }
         tags = {f"azureml_strategy.{name}": str(value) for name, value in sizes.items() if value is not None}
