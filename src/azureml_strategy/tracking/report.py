@@ -199,18 +199,23 @@ def check_rate(trainer: Trainer) -> RateCheck | None:
 
 
 def _setting(trainer: Trainer, unit: str, summary: ThroughputSummary) -> RunSetting:
-    job, device = read_job(), trainer.strategy.root_device
-    gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    job = read_job()
     return RunSetting(
         unit=unit,
         samples_per_step=summary.samples / summary.steps,
         vm_size=(job.vm_size if job else None) or "",
-        gpu=gpu.model if gpu else "",
+        gpu=_gpu_model(trainer.strategy.root_device),
         nodes=trainer.num_nodes,
         devices=trainer.world_size,
         strategy=type(trainer.strategy).__name__,
         precision=str(trainer.precision),
     )
+
+
+def _gpu_model(device: torch.device) -> str:
+    """Model of a GPU, as the table of VM sizes writes it; empty for a CPU, and for a GPU that nobody knows."""
+    found = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return found.model if found else ""
 
 
 def _throughput_rows(summary: ThroughputSummary, unit: str, devices: int) -> list[tuple[str, str]]:
