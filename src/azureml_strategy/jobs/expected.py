@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from azureml_strategy.cluster.environ import EXPECTED_RATE_VARIABLE
+from azureml_strategy.jobs.settings import ClusterSettings
 from azureml_strategy.network.vm_sizes import VMSize, lookup_vm_size
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import Command
 
     from azureml_strategy.jobs.plan import JobPlan
-    from azureml_strategy.jobs.recipe import JobRecipe
     from azureml_strategy.tracking.expected import ExpectedRate
 
 
-def expect_job(recipe: JobRecipe) -> ExpectedRate | None:
+def expect_job(
+    recipe: str, overrides: Sequence[str], cluster: ClusterSettings, model_targets: Iterable[str]
+) -> ExpectedRate | None:
     """Predict the rate of a recipe's job, without its data and without a request.
+
+    Args:
+        recipe: name of a shipped recipe, or path of a YAML file.
+        overrides: overrides of one run.
+        cluster: where it is to run.
+        model_targets: each `_target_` of the recipe's section `model`.
 
     Returns:
         None for what cannot be planned: a size that nobody knows, some of a node's GPUs, a network of the user's own,
-        whose code is not run here, one that needs its weights, and a sweep, whose trials differ.
+        whose code is not run here, or one that needs its weights.
     """
-    size = _size(recipe)
-    if size is None or recipe.job.plain or recipe.sweep is not None:
-        return None
-    if recipe.cluster.processes_per_node not in (None, size.gpus):
+    size = _size(cluster)
+    if size is None or cluster.processes_per_node not in (None, size.gpus):
         return None
     from azureml_strategy.planning.errors import PlanError
     from azureml_strategy.planning.expected import expect_rate, has_own_network
 
-    if not has_own_network(recipe.model_targets):
+    if not has_own_network(model_targets):
         return None
     try:
-        return expect_rate(recipe.path, recipe.overrides, size, recipe.cluster.num_nodes)
+        return expect_rate(recipe, overrides, size, cluster.num_nodes)
     except (PlanError, TypeError, ValueError):  # a value that is wrong is told by the job, or by its own check
         return None
 
@@ -50,8 +57,8 @@ def add_expectation(plan: JobPlan, job: Command) -> None:
         job.environment_variables = {EXPECTED_RATE_VARIABLE: expected.to_text(), **job.environment_variables}
 
 
-def _size(recipe: JobRecipe) -> VMSize | None:
+def _size(cluster: ClusterSettings) -> VMSize | None:
     try:
-        return lookup_vm_size(recipe.cluster.vm_size) if recipe.cluster.vm_size else None
+        return lookup_vm_size(cluster.vm_size) if cluster.vm_size else None
     except LookupError:  # the job's own check says so
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from azureml_strategy.jobs.plan import (
 )
 from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.jobs.settings import ClusterSettings, JobSettings, read_section
+from azureml_strategy.tracking.expected import ExpectedRate
 from azureml_strategy.tracking.source import recipe_run_name
 from azureml_strategy.training.checks import compose_recipe, target_nodes
 from azureml_strategy.training.recipes import Recipe, RecipeError, find_recipe, near_matches
@@ -73,10 +74,16 @@ class JobRecipe:
             needs=None if self.recipe.folder is None else recipe_in_code(self),
             tags={"recipe": self.recipe.name},
             notes=self.sweep.warnings() if self.sweep else (),
-            expect=partial(expect_job, self),
+            expect=self._expect(),
             sweep=self.sweep,
             title=recipe_run_name(self.recipe.name, self.overrides),
         )
+
+    def _expect(self) -> Callable[[], ExpectedRate | None] | None:
+        """What predicts the job's rate; None for trials, which differ, and for a job that gets nothing of ours."""
+        if self.sweep is not None or self.job.plain:
+            return None
+        return partial(expect_job, self.path, self.overrides, self.cluster, self.model_targets)
 
 
 def plan_recipe(recipe: str, overrides: Sequence[str], sweep: Sweep | None = None) -> JobPlan:
