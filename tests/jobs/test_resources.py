@@ -8,6 +8,7 @@ import yaml
 
 from azureml_strategy.jobs.resources import check_nodes, compute_name, find_size, offered_sizes, scale_up_advice
 from azureml_strategy.jobs.service_errors import JobError
+from azureml_strategy.network.vm_sizes import lookup_vm_size
 
 
 def test_each_size_that_is_offered_has_a_file_and_no_other_has() -> None:
@@ -73,6 +74,26 @@ def test_scaling_up_comes_before_scaling_out() -> None:
     assert scale_up_advice(find_size("nc4as_t4_v3"), 1) is None
     assert scale_up_advice(find_size("nd96isr_h100_v5"), 4) is None
     assert scale_up_advice(find_size("Standard_D4s_v3"), 4) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "words"),
+    [
+        ("nc6s_v3", 8, r"Standard_ND40rs_v2 has 8 V100 GPUs in one node.* of one Standard_ND40rs_v2 \(8 V100\) \d"),
+        ("nc24r", 4, r"At ResNet-50 the planner expects of one Standard_\w+ \(\d (T4|V100|A100)\) \d\.\d times"),
+        (
+            "nd40rs_v2",
+            2,
+            r"expects of one Standard_ND96amsr_A100_v4 \(8 A100\) 1\.\d times the rate of 2 x",
+        ),
+        ("nd96is_h100_v5", 2, r"of one Standard_ND96isr_H200_v5 \(8 H200\)"),
+    ],
+)
+def test_scaling_up_goes_across_models_of_gpus(name: str, nodes: int, words: str) -> None:
+    advice = scale_up_advice(lookup_vm_size(name), nodes)
+    assert advice is not None
+    assert re.search(words, advice)
+    assert "H100" not in advice or "nd96" in name  # the smallest node that is as fast
 
 
 def test_a_compute_has_a_name_that_azure_takes() -> None:

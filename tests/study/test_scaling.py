@@ -58,6 +58,13 @@ def test_costs() -> None:
     assert run(1, 5.0).priced(None).cost_per_million_samples is None
 
 
+def test_the_error_of_the_planner_is_against_what_was_measured() -> None:
+    planned = {"expected_samples_per_second": 1100.0, "expected_low": 900.0, "expected_high": 1300.0}
+    assert run(1, 1000.0, **planned).prediction_error == pytest.approx(0.1)
+    assert run(1, None, **planned).prediction_error is None
+    assert run(1, 1000.0).prediction_error is None
+
+
 def test_refuses_runs_that_are_not_one_study() -> None:
     with pytest.raises(StudyError, match="The runs count images and tokens"):
         compare([run(1, 1.0), run(2, 1.0, unit="tokens")])

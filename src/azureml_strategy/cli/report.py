@@ -88,8 +88,20 @@ def _collect(run: str, options: argparse.Namespace) -> RunRecord:
     folder = Path(run) if Path(run).is_dir() else None
     record = collect_run(run_id, store, options.seconds, folder=folder)
     if options.status:
-        record = replace(record, run=replace(record.run, status=options.status))
-    return record
+        return replace(record, run=replace(record.run, status=options.status))
+    return _with_plan(record)  # a run that makes its own page has been told what to expect, if anybody knew
+
+
+def _with_plan(record: RunRecord) -> RunRecord:
+    """Add what the planner expects of a run that was not submitted with it."""
+    from azureml_strategy.tracking.expected import may_expect
+
+    run = record.run
+    if record.rate_check is not None or not may_expect(run.tags, run.metrics):
+        return record
+    from azureml_strategy.planning.past_run import expect_run
+
+    return replace(record, planned=expect_run(run.tags, run.params, run.metrics))
 
 
 def find_run(run: str, store: str | None) -> tuple[str, str]:

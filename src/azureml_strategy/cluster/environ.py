@@ -46,6 +46,8 @@ EVENTS_VARIABLE = "AZUREML_STRATEGY_SCHEDULED_EVENTS"
 PLANNED_VARIABLES = "AZUREML_STRATEGY_PLANNED"
 # The file into which a process reports that pretends to be a rank: see `azureml_strategy.planning`.
 PRETEND_VARIABLE = "AZUREML_STRATEGY_PRETEND"
+# The rate that `submit` expects of the job, with the setting for which it was planned, as JSON.
+EXPECTED_RATE_VARIABLE = "AZUREML_STRATEGY_EXPECTED_RATE"
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
 _INITIAL_ENVIRON = "/proc/self/environ"
 _PLACEHOLDERS = ("localhost", "localhost.localdomain", "ip6-localhost", "127.0.0.1", "127.0.1.1", "::1", "0.0.0.0")
@@ -68,7 +70,8 @@ _PREFIX = "AZUREML_STRATEGY_"
 # Variables that other rooms read.
 _OTHERS = ("RESUME", "LAUNCHER", "MAX_SAMPLES", "PRICE_PER_HOUR", "PRICE_CURRENCY", "PRICE_SOURCE", "PRICE_DATE")
 _PRICE = f"{_PREFIX}PRICE_PER_HOUR"
-KNOWN = (*SWITCHES, EVENTS_VARIABLE, PLANNED_VARIABLES, PRETEND_VARIABLE, *(f"{_PREFIX}{each}" for each in _OTHERS))
+_SET_FOR_YOU = (PLANNED_VARIABLES, PRETEND_VARIABLE, EXPECTED_RATE_VARIABLE)
+KNOWN = (*SWITCHES, EVENTS_VARIABLE, *_SET_FOR_YOU, *(f"{_PREFIX}{each}" for each in _OTHERS))
 # These take other words than `off`. The code that reads them warns of a wrong word.
 _WITH_WORDS = (CHECKPOINT_SWITCH, HANG_WATCH_SWITCH)
 _MEANS_ON = ("", "on", "1", "true", "yes")

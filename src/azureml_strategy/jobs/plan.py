@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,6 +18,7 @@ from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.jobs.settings import ClusterSettings, JobSettings
 from azureml_strategy.jobs.snapshot import Snapshot, list_snapshot
 from azureml_strategy.network.vm_sizes import VMSize
+from azureml_strategy.tracking.expected import ExpectedRate
 
 _INSTEAD = (
     "A job's command and variables can be read by everybody with access to the workspace. Put it into the workspace's "
@@ -39,6 +40,7 @@ class JobPlan:
         variables: further environment variables, beside `job.environment_variables`.
         notes: lines that tell the user what was chosen.
         sweep: the search whose trials run this; None for one job.
+        expect: predicts the rate of the job, if the planner can; None where nobody can, as for a script.
         title: what the display name, which MLflow shows as the run's, is made from; by default `name`.
     """
 
@@ -52,6 +54,7 @@ class JobPlan:
     variables: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
     sweep: Sweep | None = None
+    expect: Callable[[], ExpectedRate | None] | None = None
     title: str | None = None
 
     @cached_property

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from azureml_strategy.command_line import with_lists
+from azureml_strategy.jobs.expected import expect_job
 from azureml_strategy.jobs.hyperparameters import AUTOTUNING, Sweep, autotuning_parameters
 from azureml_strategy.jobs.inputs import path_overrides
 from azureml_strategy.jobs.plan import (
@@ -23,6 +25,7 @@ from azureml_strategy.jobs.plan import (
 )
 from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.jobs.settings import ClusterSettings, JobSettings, read_section
+from azureml_strategy.tracking.expected import ExpectedRate
 from azureml_strategy.tracking.source import recipe_run_name
 from azureml_strategy.training.checks import compose_recipe, target_nodes
 from azureml_strategy.training.recipes import Recipe, RecipeError, find_recipe, near_matches
@@ -38,6 +41,7 @@ class JobRecipe:
         paths: further overrides, which give the run the paths of the job's inputs and outputs.
         own_modules: whether the recipe names a module of the current folder, so that the job needs that folder.
         sweep: the search whose trials run this; None for one job.
+        model_targets: each `_target_` of the recipe's section `model`.
     """
 
     recipe: Recipe
@@ -47,6 +51,13 @@ class JobRecipe:
     job: JobSettings
     own_modules: bool = False
     sweep: Sweep | None = None
+    model_targets: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """How this machine finds the recipe: a shipped one by its name, the user's own by its path."""
+        found = self.recipe
+        return found.name if found.folder is None else os.path.join(found.folder, f"{found.name}.yaml")
 
     def plan(self) -> JobPlan:
         """What the job runs.
@@ -63,9 +74,16 @@ class JobRecipe:
             needs=None if self.recipe.folder is None else recipe_in_code(self),
             tags={"recipe": self.recipe.name},
             notes=self.sweep.warnings() if self.sweep else (),
+            expect=self._expect(),
             sweep=self.sweep,
             title=recipe_run_name(self.recipe.name, self.overrides),
         )
+
+    def _expect(self) -> Callable[[], ExpectedRate | None] | None:
+        """What predicts the job's rate; None for trials, which differ, and for a job that gets nothing of ours."""
+        if self.sweep is not None or self.job.plain:
+            return None
+        return partial(expect_job, self.path, self.overrides, self.cluster, self.model_targets)
 
 
 def plan_recipe(recipe: str, overrides: Sequence[str], sweep: Sweep | None = None) -> JobPlan:
@@ -106,7 +124,8 @@ def read_recipe(recipe: str, overrides: Sequence[str], sweep: Sweep | None = Non
             raise JobError(f"--sweep varies {both[0]}, and an override sets it too. Leave one of the two out.")
         sweep = _complete_sweep(sweep, config)
         paths = [*paths, *_trial_overrides(sweep, config)]
-    return JobRecipe(found, tuple(overrides), tuple(paths), cluster, job, own_modules, sweep)
+    models = tuple(target for place, target in named if place.partition(".")[0] == "model")
+    return JobRecipe(found, tuple(overrides), tuple(paths), cluster, job, own_modules, sweep, models)
 
 
 def _complete_sweep(sweep: Sweep, config: DictConfig) -> Sweep:
@@ -166,7 +185,7 @@ def recipe_in_code(recipe: JobRecipe) -> str:
     if found.folder is None:
         return found.name
     folder = code_folder(recipe) or "."
-    path = os.path.relpath(os.path.join(found.folder, f"{found.name}.yaml"), folder)
+    path = os.path.relpath(recipe.path, folder)
     if path.split(os.sep)[0] == os.pardir:
         raise JobError(
             f"The recipe {found.name}.yaml lies in {found.folder}, outside of {os.path.abspath(folder)}, which is all "

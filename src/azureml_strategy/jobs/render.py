@@ -13,6 +13,7 @@ from azureml_strategy.cluster.job import Price
 from azureml_strategy.jobs.azure_internals import standalone_job
 from azureml_strategy.jobs.client import quiet_sdk
 from azureml_strategy.jobs.environments import check_image, job_environment
+from azureml_strategy.jobs.expected import add_expectation
 from azureml_strategy.jobs.hyperparameters import build_sweep
 from azureml_strategy.jobs.inputs import access_patterns, data_runtime_variables, job_inputs, job_outputs
 from azureml_strategy.jobs.plan import JobPlan
@@ -88,7 +89,7 @@ def render_script(
 
 
 def render_offline(plan: JobPlan, name: str | None) -> tuple[Command, Price | None, str]:
-    """Render a plan without a request.
+    """Render a plan without a request, as it would be sent.
 
     Returns:
         The job, which is that of a trial in a sweep; the price of a node, if it is known; the YAML of the job or sweep.
@@ -97,6 +98,7 @@ def render_offline(plan: JobPlan, name: str | None) -> tuple[Command, Price | No
         JobError: the cluster, the name, the job or the sweep is invalid.
     """
     job, price = _build_with_price(plan, name)
+    add_expectation(plan, job)
     return job, price, job_yaml(build_sweep(job, plan.sweep) if plan.sweep else job)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from azureml_strategy.gpus import gpu_of
 from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.jobs.settings import ClusterSettings, IdentitySettings, JobSettings, ServiceSettings, check_choice
 from azureml_strategy.network.vm_sizes import UnknownVMSize, VMSize, bare_name, known_vm_sizes, lookup_vm_size
@@ -127,25 +128,47 @@ def check_nodes(size: VMSize, nodes: int, *, allowed: bool, option: str) -> None
     without = "its InfiniBand is no SR-IOV device" if size.hcas else "it has no InfiniBand"
     raise JobError(
         f"{nodes} nodes of {size.name} would exchange gradients over Ethernet: {without}, and training then waits for "
-        f"the network most of the time. {scale_up_advice(size, nodes) or instead} If you know that the "
-        f"model exchanges little, confirm with {option}."
+        f"the network most of the time. {' '.join(filter(None, (instead, scale_up_advice(size, nodes))))} If you know "
+        f"that the model exchanges little, confirm with {option}."
     )
 
 
 def scale_up_advice(size: VMSize, nodes: int) -> str | None:
-    """Advise more GPUs per node in place of more nodes: GPUs of one node talk over NVLink or PCIe, not over a network.
+    """Advise one larger node in place of several: GPUs of one node talk over NVLink or PCIe, not over a network.
 
     Returns:
-        One sentence that names the largest size with the same GPU; None for one node, or if no size is larger.
+        A sentence or two that name the largest size with the same GPU, and by the planner's rates also the smallest
+        single node, of any GPU, that is as fast as all the nodes together; None for one node, or if there is neither.
     """
+    if nodes <= 1 or not size.gpus:
+        return None
     same = [each for each in offered_sizes() if each.gpu_model == size.gpu_model]
     largest = max(same, key=lambda each: (each.gpus or 0, each.gpu_memory_gb == size.gpu_memory_gb), default=size)
-    if nodes <= 1 or (largest.gpus or 0) <= (size.gpus or 0):
-        return None
-    return (
-        f"Scale up before you scale out: {largest.name} has {largest.gpus} {largest.gpu_model} GPUs in one node, "
-        f"where {size.name} has {size.gpus}."
-    )
+    sentences = _as_fast(size, nodes, largest)
+    if (largest.gpus or 0) > size.gpus:
+        sentences.insert(
+            0,
+            f"{largest.name} has {largest.gpus} {largest.gpu_model} GPUs in one node, where {size.name} has "
+            f"{size.gpus}.",
+        )
+    return f"Scale up before you scale out: {' '.join(sentences)}" if sentences else None
+
+
+def _as_fast(size: VMSize, nodes: int, preferred: VMSize) -> list[str]:
+    """A sentence about single nodes that the planner expects to be as fast: the preferred size and the smallest."""
+    if gpu_of(size) is None:
+        return []
+    from azureml_strategy.planning.scale_up import nodes_worth  # torch, which other jobs need not
+
+    found = nodes_worth(size, nodes, offered_sizes())
+    chosen = {each.size.name: each for each in [*(each for each in found if each.size == preferred), *found[:1]]}
+    if not chosen:
+        return []
+    told = [
+        f"of one {each.size.name} ({each.size.gpus} {each.size.gpu_model}) {each.speed_up:.1f} times"
+        for each in chosen.values()
+    ]
+    return [f"At ResNet-50 the planner expects {' and '.join(told)} the rate of {nodes} x {size.name}."]
 
 
 def compute_name(size: VMSize, tier: str) -> str:

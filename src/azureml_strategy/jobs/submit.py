@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 
 from azureml_strategy.cluster.job import Price
 from azureml_strategy.jobs.client import WorkspaceSettings, connect
+from azureml_strategy.jobs.expected import add_expectation
 from azureml_strategy.jobs.follow import SubmittedJob
 from azureml_strategy.jobs.hyperparameters import Sweep, build_sweep
 from azureml_strategy.jobs.inputs import asset_of, check_data
@@ -26,6 +27,7 @@ from azureml_strategy.jobs.prices import add_price
 from azureml_strategy.jobs.program import Program, plan_call
 from azureml_strategy.jobs.recipe import plan_recipe
 from azureml_strategy.jobs.render import build_job
+from azureml_strategy.jobs.resources import scale_up_advice
 from azureml_strategy.jobs.service_errors import UNREADABLE, ServiceError, service_errors
 from azureml_strategy.jobs.settings import ClusterSettings
 from azureml_strategy.jobs.snapshot import Snapshot, describe_files, upload_snapshot
@@ -49,7 +51,7 @@ __all__ = [
 
 
 def summarize(plan: JobPlan, job: Command, price: Price | None) -> Iterator[str]:
-    """Yield a line each about uploads beside the code, the price of a node and the names that must exist."""
+    """Yield a line each about uploads beside the code, the price of a node, names that must exist and larger nodes."""
     build = getattr(job.environment, "build", None)
     if build is not None and build.path:
         # A user's own folder of a build is named by the line about the environment.
@@ -66,6 +68,9 @@ def summarize(plan: JobPlan, job: Command, price: Price | None) -> Iterator[str]
     names += [f"environment {job.environment}"] if isinstance(job.environment, str) else []
     if names:
         yield f"the workspace must have: {', '.join(names)} (azureml-strategy submit ... --check asks)"
+    advice = scale_up_advice(plan.size, plan.cluster.num_nodes) if plan.expect and plan.size else None
+    if advice is not None:
+        yield advice
 
 
 def _describe(path: Path) -> str:
@@ -189,6 +194,7 @@ def submit_plan(plan: JobPlan, **how: Unpack[Submission]) -> SubmittedJob:
         client = connect((how.get("workspace") or WorkspaceSettings()).over(plan.job.workspace))
     check_data(plan.job.inputs, client)
     price = None if plan.job.plain else add_price(plan, job, _region(plan.cluster, client), offline=False)
+    add_expectation(plan, job)
     if tell is not None:
         for line in summarize(plan, job, price):
             tell(line)

@@ -288,6 +288,21 @@ def _predict(
     )
 
 
+def predict_own(workload: Workload, size: VMSize, nodes: int) -> tuple[Distribution, Prediction]:
+    """Predict a recipe with its own strategy on all GPUs of so many nodes, without what it holds.
+
+    Raises:
+        PlanError: the GPU or the strategy is not known to the planner, or the strategy cannot run the recipe there.
+    """
+    gpu = gpu_of(size)
+    if gpu is None or not size.gpus:
+        raise PlanError(f"{size.name} has no GPU whose peaks are known.")
+    if workload.strategy not in STRATEGIES:
+        raise PlanError(f"The recipe's own strategy, {workload.strategy}, is not planned.")
+    how = replace(_own_settings(workload, workload.strategy), accumulate=workload.accumulate)
+    return how, _predict(workload, Wanted(sizes=[size]), size, gpu, nodes, how, None)
+
+
 def _order(candidate: Candidate, wanted: Wanted) -> tuple[Any, ...]:
     too_large = candidate.fits is False
     late = wanted.deadline is not None and (candidate.hours is None or candidate.hours > wanted.deadline)

@@ -19,6 +19,7 @@ from azureml_strategy.reporting.profiles import Artifacts, RankProfile, read_pro
 from azureml_strategy.reporting.series import Series
 from azureml_strategy.reporting.stores import RunStore, StoredRun, open_store
 from azureml_strategy.tracking.events import Event, Kind
+from azureml_strategy.tracking.expected import ExpectedRate, RateCheck, expected_of_run
 from azureml_strategy.tracking.run import describe_store, locate
 from azureml_strategy.tracking.verdict import NAMES, PHASES, whole_shares
 
@@ -56,6 +57,7 @@ class RunRecord:
         config: content of `config.yaml`.
         profiles: of the ranks that were profiled.
         notes: what was left out of this record, and why.
+        planned: the rate that the planner expects of a run that was not compared with one at its end.
     """
 
     run: StoredRun
@@ -69,6 +71,13 @@ class RunRecord:
     config: str = ""
     profiles: list[RankProfile] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    planned: ExpectedRate | None = None
+
+    @property
+    def rate_check(self) -> RateCheck | None:
+        """The measured rate beside the expected one; None if nothing was expected, or measured."""
+        expected, rate = expected_of_run(self.run.tags) or self.planned, self.measured("samples_per_second")
+        return RateCheck(expected, rate) if expected is not None and rate is not None and rate > 0 else None
 
     @property
     def windows(self) -> list[dict[str, Any]]:

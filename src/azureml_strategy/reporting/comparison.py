@@ -90,6 +90,7 @@ def _figures(records: Sequence[RunRecord]) -> list[list[str]]:
     rows: list[tuple[str, Callable[[RunRecord], str]]] = [
         ("status", lambda record: record.run.status.lower()),
         ("samples per second", lambda record: _text(record.measured(_RATE))),
+        ("planned samples per second", lambda record: _text(_planned(record))),
         ("per device", lambda record: _text(record.measured(f"{_RATE}_per_device"))),
         (
             "step, median ms",
@@ -109,6 +110,11 @@ def _figures(records: Sequence[RunRecord]) -> list[list[str]]:
         [name, *(_text(record.run.metrics.get(name)) for record in records)] for name in _own(records)[:_MOST_OWN]
     ]
     return [row for row in filled if any(row[1:])]
+
+
+def _planned(record: RunRecord) -> float | None:
+    check = record.rate_check
+    return check.expected.samples_per_second if check else None
 
 
 def _own(records: Sequence[RunRecord]) -> list[str]:

@@ -383,15 +383,17 @@ def _network(record: RunRecord) -> Iterator[tuple[str, str, str, str]]:
 
 def run_page(record: RunRecord) -> Page:
     """Make the page of a run."""
-    verdict = verdict_of(record)
+    verdict, check = verdict_of(record), record.rate_check
     first = verdict.advice[0] if verdict.advice else None
+    slow = check.sentence(verdict) if check else ""
+    explained = {"Why": first.why, "What to try": first.action, "What it would gain": first.gain} if first else {}
     status, tone = _STATUS.get(record.run.status, (record.run.status.lower(), ""))
     return Page(
         title=record.run.name,
         kicker=f"Report on a run of {record.run.tags.get('azureml_strategy.recipe') or record.run.experiment}",
         headline=verdict.headline,
-        verdict={"Why": first.why, "What to try": first.action, "What it would gain": first.gain} if first else {},
-        verdict_tone="" if first else "good" if verdict.measured else "neutral",
+        verdict=explained | ({"What it should be": slow} if slow else {}),
+        verdict_tone="" if first or slow else "good" if verdict.measured else "neutral",
         status=status,
         tone=tone,
         facts=list(_facts(record)),
@@ -433,6 +435,13 @@ def _tiles(record: RunRecord) -> Iterator[Tile]:
     rate, each = record.measured("samples_per_second"), record.measured("samples_per_second_per_device")
     if rate is not None:
         yield Tile(f"{unit} per second", figure(rate), f"{figure(each)} per device" if each is not None else "")
+    check = record.rate_check
+    if check is not None:
+        expected = check.expected
+        more = (
+            f"{figure(expected.low)} to {figure(expected.high)} on {expected.place}; {check.share:.0%} of it measured"
+        )
+        yield Tile(f"{unit} per second, planned", figure(expected.samples_per_second), more)
     median, p95 = record.measured("step_time_median_s"), record.measured("step_time_p95_s")
     if median is not None:
         yield Tile("step, median", f"{figure(1000 * median)} ms", f"95% below {figure(1000 * p95)} ms" if p95 else "")

@@ -47,6 +47,8 @@ def study_columns(scaling: Scaling) -> list[Column]:
         Column("nodes", lambda row: _text(row.figures.nodes, "d")),
         Column("devices", lambda row: _text(row.figures.devices, "d")),
         Column(f"{unit}/s", lambda row: _text(row.figures.samples_per_second, ",.1f")),
+        Column(f"planned {unit}/s", lambda row: _text(row.figures.expected_samples_per_second, ",.1f")),
+        Column("error", lambda row: _text(row.figures.prediction_error, "+.0%")),
         Column("per device", lambda row: _text(row.figures.per_device, ",.1f")),
         Column("speed-up", lambda row: _text(row.speed_up, ".2f")),
         Column("efficiency", lambda row: _text(row.efficiency, ".1%")),
@@ -72,6 +74,8 @@ def _remarks(scaling: Scaling, options: StudyOptions) -> list[str]:
     if scaling.base:
         size = count(scaling.base.devices or 0, "device")
         lines.append(f"Speed-up and efficiency are against the smallest, {size}. The batch of a device stays the same.")
+    if any(row.figures.prediction_error is not None for row in scaling.rows):
+        lines.append("Planned is what the planner expected (docs/plan.md); the error is planned / measured - 1.")
     lines.append(f"Runs, from above: {','.join(row.figures.run_id or '-' for row in scaling.rows)}")
     if scaling.measured:
         lines.append(f"{scaling.measured}: picture, speed-up and efficiency are without the others.")
@@ -128,6 +132,9 @@ def _draw_throughput(axes: Axes, scaling: Scaling) -> None:
     axes.plot(devices, rates, marker="o", label="measured")
     if scaling.base and scaling.base.per_device:
         axes.plot(devices, [scaling.base.per_device * each for each in devices], "k--", label="perfect scaling")
+        planned = _points(scaling, lambda row: row.figures.expected_samples_per_second)
+        if planned[0]:
+            axes.plot(*planned, "x:", label="planned")
         axes.legend()
     axes.set_ylabel(f"{scaling.unit}/s")
 

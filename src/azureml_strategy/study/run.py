@@ -220,6 +220,7 @@ def to_json(scaling: Scaling) -> str:
         {
             **{name: value for name, value in asdict(row.figures).items() if name != "params"},
             "samples_per_second_per_device": row.figures.per_device,
+            "prediction_error": row.figures.prediction_error,
             "speed_up": row.speed_up,
             "efficiency": row.efficiency,
         }

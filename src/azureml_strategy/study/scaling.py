@@ -11,6 +11,7 @@ from azureml_strategy.cluster.emulated import EMULATED_TAG
 from azureml_strategy.cluster.job import Price
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.study.options import StudyError
+from azureml_strategy.tracking.expected import ExpectedRate, expected_of_run, may_expect
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -30,6 +31,9 @@ class Figures:
         devices: number of processes, each with a device of its own.
         unit: the name of a sample.
         samples_per_second: over all devices, without warm-up.
+        expected_samples_per_second: what the planner expected.
+        expected_low: the lower end of the range in which it expected that.
+        expected_high: the upper end.
         mfu: model FLOPs utilisation, 0 to 1.
         cost_per_million_samples: of all nodes, in `currency` (ISO 4217).
         transport: what carried the traffic between processes.
@@ -45,6 +49,9 @@ class Figures:
     devices: int | None = None
     unit: str = "samples"
     samples_per_second: float | None = None
+    expected_samples_per_second: float | None = None
+    expected_low: float | None = None
+    expected_high: float | None = None
     mfu: float | None = None
     cost_per_million_samples: float | None = None
     currency: str | None = None
@@ -58,6 +65,12 @@ class Figures:
     def per_device(self) -> float | None:
         """Samples per second of one device."""
         return self.samples_per_second / self.devices if self.samples_per_second and self.devices else None
+
+    @property
+    def prediction_error(self) -> float | None:
+        """The error of the expected rate: 0.1 if it is 10 % above the measured one."""
+        expected, rate = self.expected_samples_per_second, self.samples_per_second
+        return expected / rate - 1 if expected and rate else None
 
     def priced(self, price: Price | None) -> Figures:
         """Add the cost at this price of a node, unless the run has recorded one."""
@@ -78,6 +91,7 @@ def read_figures(client: MlflowClient, run_id: str, nodes: int | None = None) ->
     # Only finite values: a SQL store has the largest float in place of infinity, and the comparison with NaN is False.
     metrics = {name: value for name, value in run.data.metrics.items() if abs(value) < sys.float_info.max}
     tags, rate = run.data.tags, metrics.get(_RATE) or None
+    expected = _expected(tags, run.data.params, metrics) if rate else None
     per_device = metrics.get(_PER_DEVICE)
     devices = _whole(metrics.get("summary/devices")) or _whole(rate / per_device if rate and per_device else None)
     return Figures(
@@ -87,6 +101,9 @@ def read_figures(client: MlflowClient, run_id: str, nodes: int | None = None) ->
         devices=devices,
         unit=tags.get("throughput.unit", "samples"),
         samples_per_second=rate,
+        expected_samples_per_second=expected.samples_per_second if expected else None,
+        expected_low=expected.low if expected else None,
+        expected_high=expected.high if expected else None,
         mfu=metrics.get("summary/mfu"),
         cost_per_million_samples=metrics.get("cost/per_million_samples") if rate else None,
         currency=tags.get("cost.currency"),
@@ -95,6 +112,16 @@ def read_figures(client: MlflowClient, run_id: str, nodes: int | None = None) ->
         emulated=tags.get(EMULATED_TAG) == "true",
         params=run.data.params,
     )
+
+
+def _expected(tags: Mapping[str, str], params: Mapping[str, str], metrics: Mapping[str, float]) -> ExpectedRate | None:
+    """The rate that was expected of a run when it was submitted, else the one that the planner expects of it now."""
+    told = expected_of_run(tags)
+    if told is not None or not may_expect(tags, metrics):
+        return told
+    from azureml_strategy.planning.past_run import expect_run
+
+    return expect_run(tags, params, metrics)
 
 
 def _get_run(client: MlflowClient, run_id: str) -> Run:

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import MethodType
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
@@ -24,11 +25,19 @@ from typing_extensions import override
 from azureml_strategy.cluster.data_parallel import data_parallel_size
 from azureml_strategy.cluster.emulated import is_emulated
 from azureml_strategy.cluster.job import count, format_money, read_job
+from azureml_strategy.gpus import find_gpu
 from azureml_strategy.interfaces import Compiles
 from azureml_strategy.lightning_internals import has_bucket_size, sends_by_hook
 from azureml_strategy.strategies.tuning.record import device_name
 from azureml_strategy.tracking.batch import markdown_table
 from azureml_strategy.tracking.cost import find_cost
+from azureml_strategy.tracking.expected import (
+    EXPECTED_RATE_METRIC,
+    EXPECTED_RATE_TAG,
+    RateCheck,
+    RunSetting,
+    expected_in_job,
+)
 from azureml_strategy.tracking.logger import JobMLFlowLogger
 from azureml_strategy.tracking.network import run_network
 from azureml_strategy.tracking.remedies import SETTINGS, RunFacts
@@ -99,26 +108,29 @@ class RunReport(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         throughput = find_throughput(trainer)
         summary = throughput.summary() if throughput else None
-        loggers = self._run_loggers(trainer)
+        loggers, check, tags = self._run_loggers(trainer), check_rate(trainer), dict[str, str]()
         if throughput and summary:
             metrics = summary.as_metrics("summary", step="summary/step") | {
                 "summary/nodes": float(trainer.num_nodes),
                 "summary/devices": float(trainer.world_size),
                 "summary/steps": float(summary.steps),
             }
-            for logger in loggers:
-                logger.log_tags({"throughput.unit": throughput.unit})
+            tags["throughput.unit"] = throughput.unit
+            if check:
+                metrics[EXPECTED_RATE_METRIC] = check.expected.samples_per_second
+                tags[EXPECTED_RATE_TAG] = check.expected.to_text()
             for each in self._loggers(trainer):
                 each.log_metrics(dict(metrics), step=trainer.global_step)
         rows, remarks, verdict = self.rows(trainer), self.remarks(trainer), _verdict(trainer, self.keys)
-        hook = throughput.longest_hook() if throughput else ""
-        for logger in loggers if hook else ():
-            logger.log_tags({"azureml_strategy.longest_hook": hook})
+        if throughput and (hook := throughput.longest_hook()):
+            tags["azureml_strategy.longest_hook"] = hook
+        if check and check.is_slow:
+            remarks.insert(0, check.sentence(verdict))
         if verdict.measured:
             remarks.insert(0, verdict.line)
-            for logger in loggers:
-                logger.log_tags({"azureml_strategy.verdict": verdict.line})
+            tags["azureml_strategy.verdict"] = verdict.line
         for logger in loggers:
+            logger.log_tags(tags)
             logger.log_description([*(line for each in remarks for line in (each, "")), *markdown_table(rows)])
         _print(rows, remarks, loggers[0].location if loggers else None)
 
@@ -128,7 +140,10 @@ class RunReport(Callback):
         summary = throughput.summary() if throughput else None
         rows = [("wall time", str(timedelta(seconds=round(time.monotonic() - self._started))))]
         if throughput and summary:
-            rows = [*_throughput_rows(summary, throughput.unit, trainer.world_size), *rows]
+            check = check_rate(trainer)
+            expected = [("expected", check.row)] if check else []
+            rate, *others = _throughput_rows(summary, throughput.unit, trainer.world_size)
+            rows = [rate, *expected, *others, *rows]
         elif throughput:
             rows.insert(0, ("throughput", f"not measured: no step after the warm-up ({throughput.warmup_steps} steps)"))
         if cost and cost.price:
@@ -168,6 +183,41 @@ class RunReport(Callback):
 
     def _run_loggers(self, trainer: Trainer) -> list[JobMLFlowLogger]:
         return [each for each in self._loggers(trainer) if isinstance(each, JobMLFlowLogger)]
+
+
+def check_rate(trainer: Trainer) -> RateCheck | None:
+    """The rate of the run beside the one that was expected of its job.
+
+    Returns:
+        None if nothing was expected or measured, on emulated nodes, on hardware that nobody knows, and for a run of
+        another setting than the planned one.
+    """
+    expected, throughput = expected_in_job(os.environ), find_throughput(trainer)
+    summary = throughput.summary() if throughput else None
+    if expected is None or throughput is None or summary is None or is_emulated(os.environ):
+        return None
+    setting = _setting(trainer, throughput.unit, summary)
+    return RateCheck(expected, summary.samples_per_second) if expected.applies_to(setting) else None
+
+
+def _setting(trainer: Trainer, unit: str, summary: ThroughputSummary) -> RunSetting:
+    job = read_job()
+    return RunSetting(
+        unit=unit,
+        samples_per_step=summary.samples / summary.steps,
+        vm_size=(job.vm_size if job else None) or "",
+        gpu=_gpu_model(trainer.strategy.root_device),
+        nodes=trainer.num_nodes,
+        devices=trainer.world_size,
+        strategy=type(trainer.strategy).__name__,
+        precision=str(trainer.precision),
+    )
+
+
+def _gpu_model(device: torch.device) -> str:
+    """Model of a GPU, as the table of VM sizes writes it; empty for a CPU, and for a GPU that nobody knows."""
+    found = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return found.model if found else ""
 
 
 def _throughput_rows(summary: ThroughputSummary, unit: str, devices: int) -> list[tuple[str, str]]:
