@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.documentation.world import SCRIPT as SCRIPT_OF_A_READER
 
 from azureml_strategy.cli import main
 from azureml_strategy.planning.preflight import try_command
-from tests.documentation.world import SCRIPT as SCRIPT_OF_A_READER
 
 SCRIPT = str(Path(__file__).parents[1] / "planning" / "scripts" / "own_script.py")
 
