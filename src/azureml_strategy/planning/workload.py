@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from lightning.pytorch import LightningModule
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from azureml_strategy.huggingface.loading import Loading, loading_as
+from azureml_strategy.huggingface.sources import PretrainedModelError
+from azureml_strategy.models import FineTuner
 from azureml_strategy.planning.batches import Shape, shape_of
 from azureml_strategy.planning.errors import PlanError
 from azureml_strategy.planning.networks import Network, network_of_module
@@ -120,6 +124,7 @@ def _workload(recipe: str, overrides: Sequence[str], config: DictConfig, hydra: 
         raise PlanError(f"data.batch_size is {batch_size!r}. Give the samples of a step and process, such as 32.")
     trainer, shape = config.trainer, _shape(config)
     module = _module(config)
+    make_batch = partial(_batch, module, shape)
     name = f"{type(module).__name__} on {shape.tokens} tokens" if shape.tokens else type(module).__name__
     unit = OmegaConf.select(config, "tracking.throughput.unit") or "samples"
     length = run_length(config)
@@ -127,7 +132,7 @@ def _workload(recipe: str, overrides: Sequence[str], config: DictConfig, hydra: 
     return Workload(
         recipe=recipe,
         overrides=tuple(overrides),
-        network=network_of_module(module, shape.batch(batch_size), batch_size, name),
+        network=network_of_module(module, make_batch(batch_size), batch_size, name),
         batch_size=batch_size,
         precision=None if str(trainer.precision) == _BY_GPU else _precision(trainer.precision),
         compiled=_compiles(config, "strategy.compile", "model.compile"),
@@ -147,8 +152,23 @@ def _workload(recipe: str, overrides: Sequence[str], config: DictConfig, hydra: 
         data_note=length.note,
         optimizer_note=assumed,
         module=module,
-        make_batch=shape.batch,
+        make_batch=make_batch,
     )
+
+
+def _batch(module: LightningModule, shape: Shape, samples: int) -> Any:
+    """A batch as the module's step gets it, on the meta device."""
+    try:
+        batch = module.on_after_batch_transfer(module.on_before_batch_transfer(shape.batch(samples), 0), 0)
+    except Exception as error:  # what a user's module does here is its own
+        raise PlanError(
+            f"{type(module).__name__} cannot take a batch without numbers ({type(error).__name__}: {error})."
+        ) from error
+    if isinstance(module, FineTuner):
+        # transformers reads the values of a mask of padding, and of positions where there is none; not of a whole one.
+        mask = torch.ones((1, 1, shape.tokens, shape.tokens), dtype=torch.bool, device="meta")
+        return {**batch, "attention_mask": mask}
+    return batch
 
 
 def _devices(given: Any) -> int | None:
@@ -178,17 +198,23 @@ def _compiles(config: DictConfig, *keys: str) -> bool:
 
 def _module(config: DictConfig) -> LightningModule:
     """The recipe's module on the meta device, with its layers."""
-    with torch.device("meta"):
+    meta = torch.device("meta")
+    with meta:
         module = make("model", config.model)
-        if not isinstance(module, LightningModule):
-            raise PlanError(f"model makes a {type(module).__name__}, which is no LightningModule.")
-        try:
+    if not isinstance(module, LightningModule):
+        raise PlanError(f"model makes a {type(module).__name__}, which is no LightningModule.")
+    # Pretrained weights stay in their files; what no file has, such as adapters, is made, and then let go.
+    built = nullcontext() if isinstance(module, FineTuner) else meta
+    try:
+        with built, loading_as(Loading("in_parts", meta, "32-true")):
             module.configure_model()
-        except Exception as error:  # what a user's module does here is its own
-            raise PlanError(
-                f"{type(module).__name__} cannot be built without its weights ({type(error).__name__}: {error})."
-            ) from error
-    return module
+    except PretrainedModelError as error:
+        raise PlanError(str(error)) from error
+    except Exception as error:  # what a user's module does here is its own
+        raise PlanError(
+            f"{type(module).__name__} cannot be built without its weights ({type(error).__name__}: {error})."
+        ) from error
+    return module.to("meta")
 
 
 def _shape(config: DictConfig) -> Shape:
