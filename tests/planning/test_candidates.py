@@ -15,9 +15,10 @@ from azureml_strategy.cluster.job import Price
 from azureml_strategy.jobs.recipe import plan_recipe
 from azureml_strategy.network.vm_sizes import VMSize, lookup_vm_size
 from azureml_strategy.planning import PlanError
-from azureml_strategy.planning.candidates import Plan, Wanted, as_json, frontier, make_plan
+from azureml_strategy.planning.candidates import Plan, Wanted, frontier, make_plan
 from azureml_strategy.planning.commands import submit_command
 from azureml_strategy.planning.page import draw_plan, print_plan
+from azureml_strategy.planning.plan_json import as_json
 from azureml_strategy.planning.steps import STRATEGIES
 from azureml_strategy.planning.workload import Workload, read_workload
 from azureml_strategy.training.checks import check_config, compose_recipe

@@ -195,9 +195,9 @@ def _price_finder(options: argparse.Namespace) -> Callable[[VMSize], Price | Non
 
 def _write(plan: Plan, options: argparse.Namespace) -> list[str]:
     from azureml_strategy.files import write_atomically
-    from azureml_strategy.planning.candidates import as_json
     from azureml_strategy.planning.errors import PlanError
     from azureml_strategy.planning.page import draw_plan
+    from azureml_strategy.planning.plan_json import as_json
 
     written = []
     if options.output is not None:

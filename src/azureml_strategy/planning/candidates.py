@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from azureml_strategy.cluster.job import Price
 from azureml_strategy.gpus import GPU, gpu_of
 from azureml_strategy.network.vm_sizes import VMSize, bare_name
-from azureml_strategy.planning.commands import submit_command
 from azureml_strategy.planning.errors import PlanError
 from azureml_strategy.planning.fits import MemoryOf, fits
 from azureml_strategy.planning.fitted import Parameters
@@ -354,36 +353,3 @@ def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
         if not found or (each.cost or 0) < (found[-1].cost or 0):
             found.append(each)
     return found
-
-
-def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as values of JSON: each candidate with its prediction, hours, cost and command."""
-    return {
-        "recipe": plan.workload.recipe,
-        "overrides": list(plan.workload.overrides),
-        "rank": plan.rank,
-        "parameters": plan.workload.network.parameters,
-        "flops_per_sample": plan.workload.network.flops,
-        "unit": plan.workload.unit,
-        "left_out": list(plan.left_out),
-        "notes": list(plan.notes),
-        "candidates": [_as_values(plan.workload, each) for each in plan.candidates],
-    }
-
-
-def _as_values(workload: Workload, candidate: Candidate) -> Mapping[str, Any]:
-    predicted = {each.name: getattr(candidate.prediction, each.name) for each in fields(Prediction)}
-    return {
-        "vm_size": candidate.size.name,
-        "nodes": candidate.nodes,
-        "infiniband": candidate.size.infiniband,
-        "strategy": {each.name: getattr(candidate.how, each.name) for each in fields(Distribution)},
-        **predicted,
-        "memory": candidate.memory and {each.name: getattr(candidate.memory, each.name) for each in fields(Memory)},
-        "memory_bytes": candidate.memory_bytes,
-        "fits": candidate.fits,
-        "hours": candidate.hours,
-        "cost": candidate.cost,
-        "currency": candidate.price.currency if candidate.price else None,
-        "command": submit_command(workload, candidate),
-    }

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import shlex
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
+from azureml_strategy.planning.candidates import Candidate
 from azureml_strategy.planning.workload import Workload
 from azureml_strategy.training.checks import compose_recipe
 from azureml_strategy.training.recipes import find_recipe
 from azureml_strategy.training.resolvers import register_resolvers
-
-if TYPE_CHECKING:
-    from azureml_strategy.planning.candidates import Candidate
 
 _WHERE = ("cluster", "cluster.vm_size", "cluster.num_nodes", "cluster.processes_per_node")
 
