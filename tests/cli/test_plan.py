@@ -32,12 +32,23 @@ def test_a_measured_step_and_a_slow_loader(capsys: pytest.CaptureFixture[str]) -
     assert "| data" in shown
 
 
+def test_the_tier_of_the_prices_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "resnet50_imagenet", "--sizes", "nc24ads_a100_v4", "--nodes", "1", "cluster.tier=dedicated"]
+    assert main([*words, "--price", "nc24ads_a100_v4=1", "--tier", "low_priority"]) == 0
+    shown = capsys.readouterr().out
+    assert "submit resnet50_imagenet cluster=nc24ads_a100_v4 cluster.tier=low_priority\n" in shown
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["resnet50"], "There is no recipe 'resnet50'"),
         (["resnet50_imagenet", "--sizes", "banana"], "'banana' is not the name of an Azure VM size"),
         (["resnet50_imagenet", "--nodes", "two"], "--nodes is 'two'"),
+        (["resnet50_imagenet", "--samples", "inf"], "--samples is inf"),
+        (["resnet50_imagenet", "--samples", "nan"], "--samples is nan"),
+        (["resnet50_imagenet", "--sizes", "nc24ads_a100_v4", "trainer.devices=2"], "has 1. Give 1 or fewer"),
+        (["finetune_lm"], "model.path"),
         (["resnet50_imagenet", "--nodes", "0"], "A job has at least one node"),
         (["resnet50_imagenet", "--price", "nc24ads_a100_v4"], "Write --price SIZE=X"),
         (["resnet50_imagenet", "--price", "nc24ads_a100_v4=-1"], "is no price"),

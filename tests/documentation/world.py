@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 # Folders of the reader's machine that pages name; they are made in the folder in which a page runs.
 PLACES = ("data", "models", "mnt")
-_SCRIPT = '''
+SCRIPT = '''
 """A script of somebody who has never heard of this package."""
 import argparse
 
@@ -49,7 +49,7 @@ def build(page: Path, folder: Path) -> None:
     """Make the files that the page's commands expect."""
     text = page.read_text()
     if "train.py" in text and page.stem != "first_steps":
-        (folder / "train.py").write_text(_SCRIPT)
+        (folder / "train.py").write_text(SCRIPT)
     if "examples/" in text:
         shutil.copytree(ROOT / "examples", folder / "examples")
     if "/data/imagenet" in text or "/mnt/imagenet" in text:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.documentation.world import SCRIPT as SCRIPT_OF_A_READER
 
 from azureml_strategy.cli import main
 from azureml_strategy.planning.preflight import try_command
@@ -27,6 +28,14 @@ def test_a_script_as_64_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert f"63 (last of data parallel): {4 * parameters / 2**20:,.1f} + " in output
     assert list(tmp_path.iterdir()) == [], "no checkpoint, no log"
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2e6, "kB"
+
+
+def test_a_rank_whose_epoch_is_a_single_batch(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT_OF_A_READER)
+    preflight = try_command([sys.executable, str(script)], nodes=8, processes_per_node=8)
+    assert preflight.starts, preflight.problem
+    assert preflight.batch == [[2, 4]]
 
 
 @pytest.mark.exhaustive

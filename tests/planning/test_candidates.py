@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import open_dict
 
 from azureml_strategy.cluster.job import Price
 from azureml_strategy.jobs.recipe import plan_recipe
 from azureml_strategy.network.vm_sizes import VMSize, lookup_vm_size
 from azureml_strategy.planning import PlanError
-from azureml_strategy.planning.candidates import Plan, Wanted, as_json, frontier, make_plan, submit_command
+from azureml_strategy.planning.candidates import Plan, Wanted, frontier, make_plan
+from azureml_strategy.planning.commands import submit_command
 from azureml_strategy.planning.page import draw_plan, print_plan
+from azureml_strategy.planning.plan_json import as_json
+from azureml_strategy.planning.steps import STRATEGIES
 from azureml_strategy.planning.workload import Workload, read_workload
+from azureml_strategy.training.checks import check_config, compose_recipe
+from azureml_strategy.training.recipes import find_recipe
 
 _PRICES = {"Standard_ND96isr_H100_v5": 98.0, "Standard_NC24ads_A100_v4": 3.7}
 _SIZES = tuple(map(lookup_vm_size, _PRICES))
@@ -90,9 +97,84 @@ def test_every_command_is_one_that_submit_takes(resnet: Workload) -> None:
     gpt = read_workload("gpt_pipeline", ["strategy.num_stages=4", "model=gpt_350m"])
     for workload, words in ((resnet, ()), (gpt, ("pipeline", "model_parallel", "ddp"))):
         for each in _plan(workload, nodes=(1, 2), strategies=words).of_places():
-            program, *arguments = submit_command(workload, each).split()[2:]
+            program, *arguments = shlex.split(submit_command(workload, each))[2:]
             job = plan_recipe(program, arguments)
             assert (job.cluster.vm_size, job.cluster.num_nodes) == (each.size.name, each.nodes)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("gpt_pipeline", ["strategy.micro_batches=8"]),
+        ("resnet50_local_sgd", ["trainer.num_nodes=4", "trainer.devices=1", "cluster.processes_per_node=1"]),
+        ("gpt_diloco", ["++trainer.num_nodes=3"]),
+        ("resnet50_ddp", ["strategy=deepspeed_stage_3_offload", "cluster.tier=dedicated"]),
+        ("gpt_tensor_parallel", ["strategy.activation_checkpointing=true", "trainer.devices=[0,1]"]),
+    ],
+)
+def test_commands_of_every_strategy_compose(recipe: str, overrides: list[str]) -> None:
+    workload = read_workload(recipe, overrides)
+    sizes = (_SIZES[0], lookup_vm_size("NC48ads_A100_v4"))
+    plan = _plan(workload, sizes=sizes, nodes=(2,), strategies=STRATEGIES, tier="low_priority")
+    assert {each.how.strategy for each in plan.candidates} >= set(STRATEGIES) - {"pipeline"}
+    for each in plan.candidates:
+        name, *words = shlex.split(submit_command(workload, each))[2:]
+        config = compose_recipe(find_recipe(name), words)
+        cluster = config.cluster
+        assert (cluster.vm_size, cluster.num_nodes, cluster.tier) == (each.size.name, 2, "low_priority")
+        refused = each.how.strategy == "local_sgd" and each.size.infiniband
+        assert config.strategy.get("allow_infiniband", refused) == refused
+        assert config.trainer.num_nodes in (1, 2)
+        per_node = each.prediction.gpus // 2
+        assert config.trainer.devices in ("auto", per_node)
+        assert (cluster.processes_per_node or each.size.gpus) == per_node
+        with open_dict(config):
+            del config["hydra"]
+        check_config(config)
+
+
+def test_a_bench_counts_for_the_size_on_which_it_ran() -> None:
+    gpt = read_workload("gpt_ddp", ["model=gpt_125m"])
+    for of, alike in ((None, False), ("NC24ads_A100_v4", True), ("standard_nd96isr_h100_v5", False)):
+        slow, usual = (
+            _plan(gpt, sizes=_SIZES[:1], nodes=(2,), strategies=("ddp",), across_gb=across, across_of=of)
+            for across in (1.0, None)
+        )
+        ratio = usual.candidates[0].prediction.step_s / slow.candidates[0].prediction.step_s
+        assert (ratio == 1.0) == alike
+        assert any("1 GB/s" in sentence for sentence in slow.notes)
+
+
+def test_gpus_of_a_node_that_a_recipe_names_are_planned() -> None:
+    two = read_workload("gpt_ddp", ["trainer.devices=2"])
+    plan = _plan(two, sizes=_SIZES, nodes=(1,), strategies=("ddp",))
+    assert [each.prediction.gpus for each in plan.candidates] == [2]
+    assert any("gpus_per_node is 2, and Standard_NC24ads_A100_v4 has 1" in sentence for sentence in plan.left_out)
+
+
+def test_what_is_not_counted_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["strategy=deepspeed_stage_2", "strategy.offload_optimizer=true", "trainer.max_time=00:01:00:00"]
+    plan = _plan(read_workload("resnet50_imagenet", words), nodes=(1,), sizes=_SIZES[:1])
+    print_plan(plan)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Not counted: strategy.offload_optimizer=True, trainer.max_time=00:01:00:00." in shown
+    assert "Counted are the 1,281,167 images of ImageNet-1k" in shown
+
+
+def test_the_first_end_of_a_run_is_its_end(resnet: Workload) -> None:
+    both = read_workload("resnet50_imagenet", ["trainer.max_steps=1000"])
+    for workload, is_short in ((both, True), (resnet, False)):
+        best = _plan(workload, nodes=(1,), strategies=("ddp",)).candidates[0]
+        steps = (best.hours or 0) * 3600 / best.prediction.step_s
+        assert (steps == pytest.approx(1000)) == is_short
+
+
+@pytest.mark.parametrize(("name", "value"), [("samples", float("inf")), ("deadline", float("nan")), ("budget", -1.0)])
+def test_wanted_numbers_are_above_zero(name: str, value: float) -> None:
+    with pytest.raises(PlanError, match=f"{name} is {value}"):
+        Wanted(sizes=_SIZES, **{name: value})
+    with pytest.raises(PlanError, match="tier is 'cheap'"):
+        Wanted(sizes=_SIZES, tier="cheap")
 
 
 def test_the_users_own_strategy_stays_in_the_command_and_compiles_as_it_says() -> None:

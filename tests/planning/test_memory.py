@@ -76,6 +76,12 @@ def test_trainings(model: str, strategy: str, ranks: int, tmp_path: Path) -> Non
     check(Case(model, strategy, ranks, size=64 if model == "resnet50" else 0), tmp_path)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["zero_3", "fsdp2"])
+def test_trainings_with_a_frozen_block(strategy: str, tmp_path: Path) -> None:
+    check(Case("gpt_tiny", strategy, 2, frozen=True), tmp_path)
+
+
 def test_a_tied_parameter_counts_once(tiny: Footprint) -> None:
     module = module_of(Case("gpt_tiny", "ddp"))
     module.configure_model()

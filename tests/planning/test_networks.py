@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -57,6 +59,65 @@ def test_a_module_that_needs_numbers_is_said_to() -> None:
 
     with torch.device("meta"), pytest.raises(PlanError, match="Asks cannot be tried on tensors without numbers"):
         network_of_module(Asks(), torch.zeros(2, 2), samples=2)
+
+
+class _Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return self.linear(rows) * scale  # type: ignore[no-any-return]
+
+
+def test_a_dictionary_is_given_by_names() -> None:
+    with torch.device("meta"):
+        module, batch = _Named(), {"scale": torch.zeros(1), "rows": torch.zeros(2, 4)}
+    assert network_of_module(module, batch, samples=2).flops == 2 * 2 * 4 * 4  # rows need no gradient
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (nn.ReLU, "ReLU has no parameter that trains"),
+        (lambda: nn.Linear(4, 4).requires_grad_(False), "Linear has no parameter that trains"),
+        (lambda: nn.Embedding(9, 4, sparse=True), "Embedding has sparse gradients"),
+    ],
+)
+def test_what_cannot_be_described_is_said(make: Callable[[], nn.Module], says: str) -> None:
+    with torch.device("meta"), pytest.raises(PlanError, match=says):
+        network_of_module(make(), torch.zeros(2, 4), samples=2)
+
+
+class _Adapted(nn.Module):
+    """Blocks of which only a narrow layer beside the frozen one trains, between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 32).requires_grad_(False)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"frozen": nn.Linear(32, 32).requires_grad_(False), "down": nn.Linear(32, 1)})
+            for _ in range(3)
+        )
+        self.layers[1]["down"].requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer["frozen"](hidden) + layer["down"](hidden)  # type: ignore[index, operator]
+        return hidden  # type: ignore[no-any-return]
+
+
+def test_units_know_frozen_parameters_and_who_needs_them_backward() -> None:
+    with torch.device("meta"):
+        network = network_of_module(_Adapted(), torch.zeros(2, 8, dtype=torch.long), samples=2)
+    block = 32 * 32 + 32 + 32 + 1
+    found = [(unit.name, unit.elements, unit.trained) for unit in network.units]
+    assert found == [("", 512, 0), ("layers.0", block, 33), ("layers.1", block, 0), ("layers.2", block, 33)]
+    embedding, first, middle, last = network.units
+    assert embedding.done == -1  # nothing before it trains
+    assert network.operators.backward_from <= last.done < middle.done <= first.done
+    assert network.parameters == 2 * 33
 
 
 def test_counts_scale_a_network_of_the_family() -> None:

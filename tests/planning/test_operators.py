@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -128,3 +130,34 @@ def test_a_compiler_moves_less_memory() -> None:
     network = named_network("resnet50")
     assert _megabytes_an_image(network, compiled=False) == pytest.approx(464, rel=0.06)
     assert _megabytes_an_image(network, compiled=True) == pytest.approx(335, rel=0.15)
+
+
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("how", [{}, {"num_layers": 2, "bidirectional": True}, {"batch_first": True, "bias": False}])
+def test_a_recurrent_layer_is_a_few_calls_with_the_operations_of_its_matrices(make: Any, how: dict[str, Any]) -> None:
+    real = make(8, 16, **how)
+    rows = torch.randn(5, 5, 8, requires_grad=True)
+    # Without oneDNN, torch computes every step of the sequence by itself.
+    with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
+        output = real(rows)[0]
+        output.sum().backward()
+    real.zero_grad()
+    inputs = torch.empty(5, 5, 8, device="meta", requires_grad=True)
+    found = list_operators(real.to("meta"), lambda each: each(inputs)[0], 5)
+    layers = how.get("num_layers", 1) * (2 if "bidirectional" in how else 1)
+    recurrent = [each for each in found.listed if each.kind == "product"]
+    assert [each.backward for each in recurrent] == [False] * layers + [True] * layers
+    assert len(found.listed) < 10 + 2 * layers
+    # Its first step has a state of zeros, whose gradient nobody needs.
+    assert found.flops == pytest.approx(counter.get_total_flops(), rel=0.15)
+    assert sorted(each.name for each in found.gradients) == sorted(name for name, _ in real.named_parameters())
+    assert recurrent[0].weights == sum(each.numel() for name, each in real.named_parameters() if name.endswith("_l0"))
+
+
+def test_a_packed_sequence_has_the_rows_that_it_has() -> None:
+    packed = nn.utils.rnn.pack_padded_sequence(torch.empty(5, 2, 8), torch.tensor([5, 3]))
+    packed = packed._replace(data=packed.data.to("meta"))
+    module = nn.LSTM(8, 16).to("meta")
+    found = list_operators(module, lambda each: each(packed)[0].data, 2)
+    forward, backward = [each.flops for each in found.listed if each.kind == "product"]
+    assert (forward, backward) == (2 * (5 + 3) * 4 * 16 * (8 + 16), 2 * forward)

@@ -12,11 +12,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from azureml_strategy.models import ResNet50
-from azureml_strategy.planning import Distribution, MeasuredStep, PlanError, Prediction, named_network, predict
+from azureml_strategy.planning import (
+    Distribution,
+    MeasuredStep,
+    PlanError,
+    Prediction,
+    named_network,
+    network_of_module,
+    predict,
+)
 from azureml_strategy.planning.fitted import default_parameters
+from azureml_strategy.planning.kernels import kernels_of
 from azureml_strategy.planning.steps import STRATEGIES, fill_buckets
 
 _PUBLISHED = Path(__file__).parents[2] / "benchmarks/published/azure_resnet50_2018.csv"
@@ -115,14 +125,88 @@ def test_a_measured_step_is_kept_and_scaled() -> None:
     assert here.samples_per_second == pytest.approx(2560, rel=1e-3)
     elsewhere = predict("resnet50", batch_size=256, gpu="H100", measured=MeasuredStep(0.1, "A100"))
     assert elsewhere.samples_per_second > 1.3 * here.samples_per_second
+    accumulated = Distribution(accumulate=4)
+    four = predict("resnet50", batch_size=256, gpu="A100", measured=MeasuredStep(0.1), strategy=accumulated)
+    optimizer_s = 0.1 - (four.step_s - 0.1) / 3  # each further batch takes all but the optimizer
+    assert 0 < optimizer_s < 0.01
     unknown = predict("resnet50", batch_size=8, precision="32-true", measured=MeasuredStep(1.7))
     assert unknown.samples_per_second == pytest.approx(8 / 1.7, rel=1e-3)
+
+
+def test_a_measured_step_has_its_recomputation_once() -> None:
+    how = Distribution(strategy="model_parallel", activation_checkpointing=True)
+    with_it = predict("gpt_350m", batch_size=8, gpu="A100", strategy=how, measured=MeasuredStep(0.5, recomputes=True))
+    assert with_it.step_s == pytest.approx(0.5)
+    added = predict("gpt_350m", batch_size=8, gpu="A100", strategy=how, measured=MeasuredStep(0.5))
+    assert added.step_s == pytest.approx(0.5 * 4 / 3, rel=0.1)  # a forward pass is a third
+    off = predict("gpt_350m", batch_size=8, gpu="A100", measured=MeasuredStep(0.5, recomputes=True))
+    assert off.step_s == pytest.approx(0.5 * 3 / 4, rel=0.1)
+
+
+def test_a_launch_takes_as_long_on_another_gpu() -> None:
+    """A step that waits for the host gains nothing by a faster GPU."""
+    here = predict("resnet50", batch_size=1, gpu="A100", measured=MeasuredStep(0.02), anchored=False)
+    there = predict("resnet50", batch_size=1, gpu="H100", measured=MeasuredStep(0.02, "A100"), anchored=False)
+    assert (here.bound_by, there.bound_by) == ("kernel launches", "kernel launches")
+    assert here.step_s == pytest.approx(0.02)
+    assert there.step_s == pytest.approx(0.02, rel=0.05)
+
+
+def test_each_micro_batch_launches_all_kernels() -> None:
+    def step_s(pieces: int) -> float:
+        how = Distribution(strategy="pipeline", num_stages=1, micro_batches=pieces)
+        return predict("gpt_125m", batch_size=16, gpu="H100", strategy=how).compute_s
+
+    launches = kernels_of(named_network("gpt_125m").operators, compiled=False).last.size
+    assert step_s(16) >= 16 * launches * default_parameters().efficiency.host_s
+    assert step_s(16) > 1.5 * step_s(1)
+    assert step_s(1) == pytest.approx(predict("gpt_125m", batch_size=16, gpu="H100").compute_s)
+
+
+def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
+    """Links so slow that nothing else counts: bytes by hand."""
+    width = 1024
+    blocks = nn.ModuleList(
+        nn.Sequential(nn.Linear(width, width, bias=False).requires_grad_(False), nn.Linear(width, 8, bias=False))
+        for _ in range(4)
+    )
+
+    class Adapters(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = blocks.to("meta")
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            for frozen, adapter in self.blocks:  # type: ignore[misc]
+                rows = frozen(rows) + adapter(rows).sum()
+            return rows
+
+    network = network_of_module(Adapters(), torch.empty(2, width, device="meta"), samples=2)
+    found = {
+        name: predict(network, batch_size=2, gpu="H100", gpus_per_node=8, inside_gb=1e-3, strategy=name)  # type: ignore[arg-type]
+        for name in ("ddp", "deepspeed_stage_2", "deepspeed_stage_3")
+    }
+    elements, trained, share = 4 * (width * width + 8 * width), 4 * 8 * width, 7 / 8 / 1e6
+    # Half precision: twice all parameters, and the trained ones' gradients; of ZeRO-2 these and their new values.
+    assert found["deepspeed_stage_3"].communication_s == pytest.approx(share * 2 * (2 * elements + trained), rel=0.02)
+    assert found["deepspeed_stage_2"].communication_s == pytest.approx(share * 2 * 2 * trained, rel=0.02)
+    assert found["ddp"].communication_s == pytest.approx(share * 2 * 4 * trained, rel=0.02)
+
+
+_PIPELINE = {"vm_size": "ND96asr_v4", "strategy": Distribution(strategy="pipeline", num_stages=2)}
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
         ({}, "Name a GPU"),
+        ({**_PIPELINE, "batch_size": 6}, "cannot cut a batch of 6 samples into micro_batches=4"),
+        ({**_PIPELINE, "precision": "16-mixed"}, "does not compute in 16-mixed"),
+        (
+            _PIPELINE | {"strategy": Distribution(strategy="pipeline", num_stages=2, accumulate=2)},
+            "takes no accumulate_grad_batches=2",
+        ),
+        ({"vm_size": "ND96asr_v4", "gpus_per_node": 9}, "gpus_per_node is 9, and Standard_ND96asr_v4 has 8"),
         ({"gpu": "H10"}, "No GPU is known as 'H10'"),
         ({"vm_size": "banana"}, "is not the name of an Azure VM size"),
         ({"vm_size": "Standard_D4s_v5"}, "The GPU of Standard_D4s_v5 is not known"),

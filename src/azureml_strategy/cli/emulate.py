@@ -43,6 +43,19 @@ def add_to(verbs: Verbs) -> None:
     )
     verb.add_argument("--isolate", action="store_true", help="a network namespace for each node (Linux, root)")
     verb.add_argument("--bandwidth", metavar="RATE", help="rate of each node's link, such as 1gbit (with --isolate)")
+    _add_preemption(verb)
+    verb.add_argument(
+        "--pretend-ranks",
+        type=int,
+        metavar="N",
+        help="try whether it starts as N ranks (8 a node, or --processes-per-node): a few of them take three steps, "
+        "compute nothing large, and tell what they hold",
+    )
+    verb.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what each process runs")
+
+
+def _add_preemption(verb: argparse.ArgumentParser) -> None:
+    """Add how the job is preempted, and how it comes back."""
     verb.add_argument(
         "--preempt-after",
         type=_seconds,
@@ -62,14 +75,6 @@ def add_to(verbs: Verbs) -> None:
         metavar="N",
         help="nodes that the job comes back with (default: as many as before; with --preempt-after)",
     )
-    verb.add_argument(
-        "--pretend-ranks",
-        type=int,
-        metavar="N",
-        help="try whether it starts as N ranks (8 a node, or --processes-per-node): a few of them take three steps, "
-        "compute nothing large, and tell what they hold",
-    )
-    verb.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what each process runs")
 
 
 def _run(options: argparse.Namespace) -> int:

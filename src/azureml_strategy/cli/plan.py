@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from azureml_strategy.cli.verbs import Verbs, add_unparsed_verb, add_verb, fail, print_text, word_parser
 
@@ -70,7 +71,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--deadline", type=float, metavar="HOURS", help="the most hours that it may take")
     parser.add_argument("--samples", type=float, metavar="N", help="samples of the whole run, if the recipe says none")
     measured = parser.add_argument_group("measured", "in place of what the planner would assume")
-    measured.add_argument("--step-ms", type=float, metavar="X", help="a step of one GPU with the recipe's batch, in ms")
+    measured.add_argument(
+        "--step-ms", type=float, metavar="X", help="one batch of the recipe on one GPU with the optimizer, ms"
+    )
     measured.add_argument("--measured-on", metavar="GPU", help="the GPU of --step-ms, such as H100")
     measured.add_argument("--loader-rate", type=float, metavar="X", help="samples per second that the data gives a GPU")
     measured.add_argument("--bench", type=Path, metavar="FILE", help="JSON of `bench` on several nodes")
@@ -176,7 +179,7 @@ def _observed(options: argparse.Namespace) -> list[Observed]:
 
 def _try(plan: Plan) -> int:
     """Take the first steps of the best candidate on ranks that are not there; 1 if it would not start."""
-    from azureml_strategy.planning.candidates import recipe_overrides
+    from azureml_strategy.planning.commands import recipe_overrides
     from azureml_strategy.planning.preflight import try_recipe
 
     best = plan.candidates[0]
@@ -194,7 +197,7 @@ def _wanted(options: argparse.Namespace) -> Wanted:
 
     for name in ("budget", "deadline", "samples", "step_ms", "loader_rate", "rows"):
         value = getattr(options, name)
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < math.inf:
             raise PlanError(f"--{name.replace('_', '-')} is {value}. Give a number above 0.")
     if options.step_ms is not None and options.measured_on is None:
         raise PlanError("--step-ms needs --measured-on GPU, such as H100: the GPU on which it was measured.")
@@ -210,7 +213,8 @@ def _wanted(options: argparse.Namespace) -> Wanted:
         samples=options.samples,
         measured=measured,
         loader_rate=options.loader_rate,
-        across_gb=_benched(options.bench),
+        tier=options.tier,
+        **_benched(options.bench),
     )
 
 
@@ -223,13 +227,13 @@ def _numbers(text: str) -> list[int]:
         raise PlanError(f"--nodes is {text!r}. Write numbers with commas: 1,2,4.") from error
 
 
-def _benched(file: Path | None) -> float | None:
-    """Bus bandwidth of the largest all-reduce in the file that `bench` wrote, in GB/s."""
+def _benched(file: Path | None) -> dict[str, Any]:
+    """Bus bandwidth of the largest all-reduce in a file of `bench`, in GB/s, and the VM size that the file names."""
     from azureml_strategy.bench.results import Sweep, read_results
     from azureml_strategy.planning.errors import PlanError
 
     if file is None:
-        return None
+        return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -238,7 +242,7 @@ def _benched(file: Path | None) -> float | None:
     largest = results.measured.largest("all-reduce") if isinstance(results.measured, Sweep) else None
     if largest is None:
         raise PlanError(f"{file} has no all-reduce. Run `azureml-strategy bench` on the nodes without --pairs.")
-    return largest.bus_bandwidth
+    return {"across_gb": largest.bus_bandwidth, "across_of": results.conditions.vm_size}
 
 
 def _price_finder(options: argparse.Namespace) -> Callable[[VMSize], Price | None]:
@@ -262,9 +266,9 @@ def _price_finder(options: argparse.Namespace) -> Callable[[VMSize], Price | Non
 def _write(plan: Plan, calibration: Calibration | None, options: argparse.Namespace) -> list[str]:
     from azureml_strategy.files import write_atomically
     from azureml_strategy.planning.calibration_file import calibration_values
-    from azureml_strategy.planning.candidates import as_json
     from azureml_strategy.planning.errors import PlanError
     from azureml_strategy.planning.page import draw_plan
+    from azureml_strategy.planning.plan_json import as_json
 
     written = [] if options.save_calibration is None else [str(options.save_calibration)]
     if options.output is not None:

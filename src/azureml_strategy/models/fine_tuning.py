@@ -105,7 +105,8 @@ class FineTuner(NextTokenModule):
         if settings["activation_checkpointing"]:
             recompute: Any = model.gradient_checkpointing_enable
             recompute({"use_reentrant": False})
-        tokens = getattr(getattr(self.trainer, "datamodule", None), "vocab_size", None)
+        # A plan of memory and speed builds it without a Trainer.
+        tokens = getattr(getattr(self._trainer, "datamodule", None), "vocab_size", None)
         rows = model.config.get_text_config().vocab_size
         if tokens is not None and tokens > rows:
             raise PretrainedModelError(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, Dataset, default_collate
 from typing_extensions import override
+
+from azureml_strategy.training.targets import locate
 
 _PER_RANK = 64
 """Batches that an epoch has on each rank, so that schedules by epochs have steps."""
@@ -52,6 +56,47 @@ class _Repeated(Dataset[Any]):
         return self._sample
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What a data module's configuration tells of its samples.
+
+    Attributes:
+        kind: as in `ShapedData`, or `floats`, images that need no normalisation.
+        size: the same.
+    """
+
+    kind: str
+    size: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sample; 0 for images."""
+        return self.size if self.kind in ("text", "chat") else 0
+
+    def batch(self, samples: int) -> Any:
+        """A batch of so many samples as a DataLoader collates it, on the meta device."""
+        with torch.device("meta"):
+            one = default_collate([_SAMPLES[self.kind](self.size)])
+            return tree_map_only(Tensor, lambda each: each.new_empty((samples, *each.shape[1:])), one)
+
+
+def shape_of(data: DictConfig) -> Shape | None:
+    """Return the shape of a recipe's samples: of our data modules, else by the keys `image_size` or `sequence_length`.
+
+    Args:
+        data: the recipe's section.
+
+    Returns:
+        None if the section does not tell it.
+
+    Raises:
+        RecipeError: `_target_` names nothing.
+    """
+    kind = _kind_of(data) or ("floats" if data.get("image_size") else "text")
+    size = data.get("image_size" if kind in ("images", "floats") else "sequence_length")
+    return Shape(kind, int(size)) if size else None
+
+
 def data_section(data: DictConfig, ranks: int) -> DictConfig:
     """Return the `data` section of a stand-in for a recipe's data module, which reads no data.
 
@@ -62,30 +107,38 @@ def data_section(data: DictConfig, ranks: int) -> DictConfig:
         data: the recipe's section.
         ranks: ranks of the run.
     """
-    from hydra.utils import get_class
-
-    from azureml_strategy.data import ChatDataModule, ImageFolderDataModule, TextDataModule
-
-    kinds = {ImageFolderDataModule: "images", TextDataModule: "text", ChatDataModule: "chat"}
-    if OmegaConf.is_missing(data, "_target_"):
-        return data
-    target = get_class(str(data._target_))
-    kind = next((word for known, word in kinds.items() if issubclass(target, known)), None)
-    if kind is None:
+    shape = shape_of(data) if _kind_of(data) else None
+    if shape is None:
         return data
     return OmegaConf.create(
         {
             "_target_": f"{ShapedData.__module__}.{ShapedData.__name__}",
-            "kind": kind,
-            "size": data.image_size if kind == "images" else data.sequence_length,
+            "kind": shape.kind,
+            "size": shape.size,
             "batch_size": data.batch_size,
             "ranks": ranks,
         }
     )
 
 
+def _kind_of(data: DictConfig) -> str | None:
+    """The kind of samples of one of our data modules that read a data set; None for others."""
+    from azureml_strategy.data import ChatDataModule, ImageFolderDataModule, TextDataModule
+
+    if OmegaConf.is_missing(data, "_target_"):
+        return None
+    target = locate("data", str(data._target_))
+    kinds = {ImageFolderDataModule: "images", TextDataModule: "text", ChatDataModule: "chat"}
+    ours = (word for known, word in kinds.items() if isinstance(target, type) and issubclass(target, known))
+    return next(ours, None)
+
+
 def _image(size: int) -> tuple[Tensor, int]:
     return torch.zeros((3, size, size), dtype=torch.uint8), 0
+
+
+def _floats(size: int) -> tuple[Tensor, int]:
+    return torch.zeros((3, size, size)), 0
 
 
 def _text(size: int) -> tuple[Tensor, Tensor]:
@@ -97,4 +150,4 @@ def _chat(size: int) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "shift_labels": targets}
 
 
-_SAMPLES = {"images": _image, "text": _text, "chat": _chat}
+_SAMPLES = {"images": _image, "floats": _floats, "text": _text, "chat": _chat}

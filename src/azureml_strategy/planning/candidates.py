@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from azureml_strategy.cluster.job import Price
 from azureml_strategy.gpus import GPU, gpu_of
-from azureml_strategy.network.vm_sizes import VMSize
+from azureml_strategy.network.vm_sizes import VMSize, bare_name
 from azureml_strategy.planning.errors import PlanError
 from azureml_strategy.planning.fits import MemoryOf, fits
 from azureml_strategy.planning.fitted import Parameters
@@ -18,6 +18,8 @@ from azureml_strategy.planning.predict import MeasuredStep, Prediction, predict
 from azureml_strategy.planning.steps import STRATEGIES, Distribution
 from azureml_strategy.planning.workload import Workload
 
+TIERS = ("dedicated", "low_priority")
+"""Of Azure ML's compute clusters."""
 PriceOf = Callable[[VMSize], Price | None]
 
 
@@ -35,6 +37,7 @@ class Candidate:
         price: of a node.
         memory: of the fullest GPU; None if it is not known.
         fits: whether that and CUDA's own memory are less than the GPU has; None if it is not known.
+        tier: of the nodes, `dedicated` or `low_priority`.
     """
 
     size: VMSize
@@ -46,6 +49,7 @@ class Candidate:
     price: Price | None
     memory: Memory | None
     fits: bool | None
+    tier: str = "dedicated"
 
     @property
     def memory_bytes(self) -> int | None:
@@ -89,6 +93,7 @@ class Plan:
         left_out: a sentence for each size, number of nodes or strategy that cannot run it.
         rank: `cost` or `time`.
         ends_by_steps: whether hours are those of a number of steps, not of samples.
+        notes: what was assumed and what was not counted, in sentences.
     """
 
     workload: Workload
@@ -96,6 +101,7 @@ class Plan:
     left_out: tuple[str, ...]
     rank: str
     ends_by_steps: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> Candidate | None:
@@ -122,9 +128,14 @@ class Wanted:
         deadline: the most hours that it may take.
         rank: `cost` or `time`.
         samples: that the run trains on, where the recipe does not say it.
-        measured: a step on one GPU.
+        measured: a step of the recipe on one GPU.
         loader_rate: samples per second that the data pipeline gives each GPU at most.
         across_gb: bus bandwidth between nodes in place of the sizes' own, in GB/s.
+        across_of: the VM size on which that was measured, for which alone it counts; None for all.
+        tier: of the nodes, one of `TIERS`.
+
+    Raises:
+        PlanError: a number is not above 0 or not finite, or nobody knows the tier.
     """
 
     sizes: Sequence[VMSize]
@@ -137,6 +148,21 @@ class Wanted:
     measured: MeasuredStep | None = None
     loader_rate: float | None = None
     across_gb: float | None = None
+    across_of: str | None = None
+    tier: str = "dedicated"
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "deadline", "samples", "loader_rate", "across_gb"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise PlanError(f"{name} is {value}. Give a number above 0.")
+        if self.tier not in TIERS:
+            raise PlanError(f"tier is {self.tier!r}. Give {' or '.join(TIERS)}.")
+
+    def across_on(self, size: VMSize) -> float | None:
+        """The bus bandwidth between nodes of a size that was measured on it."""
+        of = self.across_of
+        return self.across_gb if of is None or bare_name(of).lower() == bare_name(size.name).lower() else None
 
 
 def make_plan(workload: Workload, wanted: Wanted, price_of: PriceOf, parameters: Parameters | None = None) -> Plan:
@@ -177,21 +203,37 @@ def make_plan(workload: Workload, wanted: Wanted, price_of: PriceOf, parameters:
                 hours = _hours(workload, wanted, found)
                 cost = None if hours is None or price is None else hours * nodes * price.per_hour
                 held = fits(memory, gpu)
-                candidates.append(Candidate(size, nodes, how, found, hours, cost, price, memory, held))
+                candidates.append(Candidate(size, nodes, how, found, hours, cost, price, memory, held, wanted.tier))
     left_out |= dict.fromkeys(memory_of.unknown)
     if not wanted.strategies and workload.strategy not in STRATEGIES:
         left_out[f"The recipe's own strategy, {workload.strategy}, is not planned: others stand in its place."] = None
     ranked = sorted(candidates, key=lambda each: _order(each, wanted))
-    by_steps = not (wanted.samples or workload.samples)
-    return Plan(workload, tuple(ranked), tuple(left_out), wanted.rank, by_steps)
+    by_steps = any(_end_by_steps(workload, wanted, each.prediction) for each in ranked)
+    return Plan(workload, tuple(ranked), tuple(left_out), wanted.rank, by_steps, tuple(_notes(workload, wanted)))
+
+
+def _notes(workload: Workload, wanted: Wanted) -> Iterator[str]:
+    yield from filter(None, ("" if wanted.samples else workload.data_note, workload.optimizer_note))
+    if workload.uncounted:
+        yield f"Not counted: {', '.join(workload.uncounted)}."
+    if wanted.across_gb is not None:
+        of = "names no VM size, so it counts for all" if wanted.across_of is None else f"counts for {wanted.across_of}"
+        yield f"The measured {wanted.across_gb:.4g} GB/s between nodes {of}."
+
+
+def _end_by_steps(workload: Workload, wanted: Wanted, found: Prediction) -> bool:
+    """Whether the recipe's number of steps ends the run, and not its samples or those that are asked for."""
+    if wanted.samples is not None or workload.steps is None:
+        return False
+    return workload.samples is None or workload.steps * found.step_s < workload.samples / found.samples_per_second
 
 
 def _hours(workload: Workload, wanted: Wanted, found: Prediction) -> float | None:
     """Hours to the end of the run, which so many samples or, as the recipe says, so many steps are."""
     total = wanted.samples or workload.samples
-    if total is not None:
-        return total / found.samples_per_second / 3600
-    return None if workload.steps is None else workload.steps * found.step_s / 3600
+    if workload.steps is not None and _end_by_steps(workload, wanted, found):
+        return workload.steps * found.step_s / 3600
+    return None if total is None else total / found.samples_per_second / 3600
 
 
 def _distributions(workload: Workload, wanted: Wanted, size: VMSize, nodes: int) -> Iterator[Distribution]:
@@ -200,17 +242,17 @@ def _distributions(workload: Workload, wanted: Wanted, size: VMSize, nodes: int)
     others = ("ddp", "deepspeed_stage_2", "deepspeed_stage_3", "model_parallel")
     # Recipes of the others give their strategy settings that these do not take.
     names = wanted.strategies or dict.fromkeys((own, *others) if own in others else (own,))
-    gpus = (size.gpus or 1) * nodes
+    per_node = workload.gpus_per_node or size.gpus or 1
     for name in names:
         base = own_settings(workload, own) if name == own else Distribution(strategy=name)  # type: ignore[arg-type]
         base = replace(base, accumulate=workload.accumulate)
         if name == "pipeline":
-            stages = base.num_stages if base.num_stages > 1 else min(2, gpus)
+            stages = base.num_stages if base.num_stages > 1 else min(2, per_node * nodes)
             yield replace(base, num_stages=stages)
         elif name == "model_parallel" and workload.network.blocks and base.tensor_parallel_size == 1:
             yield base
-            if (size.gpus or 1) > 1 and _shares_matrices(workload, size.gpus or 1):
-                yield replace(base, tensor_parallel_size=size.gpus or 1)
+            if per_node > 1 and _shares_matrices(workload, per_node):
+                yield replace(base, tensor_parallel_size=per_node)
         elif name != "local_sgd" or nodes > 1:
             yield base
 
@@ -233,13 +275,17 @@ def own_settings(workload: Workload, name: str) -> Distribution:
     }
     numbers = {name: value for name, value in given.items() if isinstance(value, (int, float))}
     halves = workload.settings.get("gradient_compression") in ("bf16", "fp16")
-    checkpointing = bool(workload.settings.get("activation_checkpointing"))
     return Distribution(
         strategy=name,  # type: ignore[arg-type]
         gradient_bytes=2 if halves else 4,
-        activation_checkpointing=checkpointing,
+        activation_checkpointing=_recomputes(workload),
         **numbers,  # type: ignore[arg-type]
     )
+
+
+def _recomputes(workload: Workload) -> bool:
+    """Whether the recipe's own strategy computes blocks again backward."""
+    return bool(workload.settings.get("activation_checkpointing"))
 
 
 def best_precision(gpu: GPU) -> str:
@@ -277,12 +323,13 @@ def _predict(
         gpu=gpu.name,
         vm_size=size.name,
         nodes=nodes,
+        gpus_per_node=workload.gpus_per_node,
         precision=precision_on(workload, gpu),
         compiled=_compiles(workload, how),
         strategy=how,
         optimizer=workload.optimizer,
-        across_gb=wanted.across_gb,
-        measured=wanted.measured,
+        across_gb=wanted.across_on(size),
+        measured=wanted.measured and replace(wanted.measured, recomputes=_recomputes(workload)),
         loader_rate=wanted.loader_rate,
         parameters=parameters,
     )
@@ -299,7 +346,7 @@ def predict_own(workload: Workload, size: VMSize, nodes: int) -> tuple[Distribut
         raise PlanError(f"{size.name} has no GPU whose peaks are known.")
     if workload.strategy not in STRATEGIES:
         raise PlanError(f"The recipe's own strategy, {workload.strategy}, is not planned.")
-    how = replace(_own_settings(workload, workload.strategy), accumulate=workload.accumulate)
+    how = replace(own_settings(workload, workload.strategy), accumulate=workload.accumulate)
     return how, _predict(workload, Wanted(sizes=[size]), size, gpu, nodes, how, None)
 
 
@@ -321,65 +368,3 @@ def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
         if not found or (each.cost or 0) < (found[-1].cost or 0):
             found.append(each)
     return found
-
-
-def recipe_overrides(workload: Workload, candidate: Candidate) -> list[str]:
-    """The user's overrides and those of the candidate's strategy, without where it runs."""
-    how, words = candidate.how, list[str]()
-    same = how.strategy == workload.strategy
-    if not same:
-        words.append(f"strategy={how.strategy}")
-    if how.strategy == "model_parallel":
-        words.append(f"strategy.tensor_parallel_size={how.tensor_parallel_size}")
-    if how.strategy == "pipeline":
-        words.append(f"strategy.num_stages={how.num_stages}")
-    chosen = {each.partition("=")[0] for each in words} | {"cluster", "cluster.vm_size", "cluster.num_nodes"}
-    return [*(each for each in workload.overrides if _stays(each, chosen, same)), *words]
-
-
-def _stays(override: str, chosen: set[str], same_strategy: bool) -> bool:
-    key = override.partition("=")[0].lstrip("+")
-    return key not in chosen and (same_strategy or not key.startswith("strategy."))
-
-
-def submit_command(workload: Workload, candidate: Candidate) -> str:
-    """The command that submits a candidate."""
-    placed = [f"cluster={candidate.size.short_name}"]
-    if candidate.nodes > 1:
-        placed.append(f"cluster.num_nodes={candidate.nodes}")
-    if candidate.nodes > 1 and not candidate.size.infiniband:
-        placed.append("cluster.allow_ethernet=true")
-    words = [*recipe_overrides(workload, candidate), *placed]
-    return shlex.join(["azureml-strategy", "submit", workload.recipe, *words])
-
-
-def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as values of JSON: each candidate with its prediction, hours, cost and command."""
-    return {
-        "recipe": plan.workload.recipe,
-        "overrides": list(plan.workload.overrides),
-        "rank": plan.rank,
-        "parameters": plan.workload.network.parameters,
-        "flops_per_sample": plan.workload.network.flops,
-        "unit": plan.workload.unit,
-        "left_out": list(plan.left_out),
-        "candidates": [_as_values(plan.workload, each) for each in plan.candidates],
-    }
-
-
-def _as_values(workload: Workload, candidate: Candidate) -> Mapping[str, Any]:
-    predicted = {each.name: getattr(candidate.prediction, each.name) for each in fields(Prediction)}
-    return {
-        "vm_size": candidate.size.name,
-        "nodes": candidate.nodes,
-        "infiniband": candidate.size.infiniband,
-        "strategy": {each.name: getattr(candidate.how, each.name) for each in fields(Distribution)},
-        **predicted,
-        "memory": candidate.memory and {each.name: getattr(candidate.memory, each.name) for each in fields(Memory)},
-        "memory_bytes": candidate.memory_bytes,
-        "fits": candidate.fits,
-        "hours": candidate.hours,
-        "cost": candidate.cost,
-        "currency": candidate.price.currency if candidate.price else None,
-        "command": submit_command(workload, candidate),
-    }

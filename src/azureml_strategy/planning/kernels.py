@@ -182,7 +182,13 @@ def _join(operators: Sequence[Operator], group: Sequence[int], last_read: dict[i
 
 
 def compute(
-    kernels: Kernels, gpu: GPU, precision: str, efficiency: Efficiency, scale: float = 1.0, factor: float = 1.0
+    kernels: Kernels,
+    gpu: GPU,
+    precision: str,
+    efficiency: Efficiency,
+    scale: float = 1.0,
+    factor: float = 1.0,
+    host_factor: float = 1.0,
 ) -> Computation:
     """Time a step's kernels on a GPU.
 
@@ -196,6 +202,7 @@ def compute(
         efficiency: shares that software reaches.
         scale: the batch divided by that of the kernels.
         factor: by which measured steps of this GPU are longer than those of the roofline.
+        host_factor: by which the host takes longer to launch a kernel than `efficiency` says.
 
     Raises:
         LookupError: the GPU has no peak at this precision.
@@ -209,7 +216,7 @@ def compute(
     weight = width if precision.endswith("-true") or width == _FLOAT32 else _FLOAT32 + 2 * width
     memory = (activations + kernels.weights * weight) / (efficiency.memory * gpu.memory_bandwidth * _GIGA)
     device = factor * (np.maximum(operations, memory) + efficiency.kernel_s)
-    host = efficiency.compiled_host_s if kernels.compiled else efficiency.host_s
+    host = host_factor * (efficiency.compiled_host_s if kernels.compiled else efficiency.host_s)
     of_memory = float(device[memory > operations].sum())
     return Computation(device, of_memory, host * len(device), _ends(device, host), kernels)
 

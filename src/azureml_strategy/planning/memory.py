@@ -333,8 +333,12 @@ def _fsdp2(footprint: Footprint, placement: Placement, optimizer: OptimizerState
     gradients = trained / ranks * item
     moments = _Moments(parameters, states, parameters + states + gradients)
     blocks = [sum(w.elements / (size if w.cut else 1) for w in unit.weights) * unit.block for unit in footprint.units]
-    root = elements - sum(blocks)
-    largest = max(blocks, default=0)
+    trains = [
+        sum(w.elements / (size if w.cut else 1) for w in unit.weights if w.trainable) * unit.block
+        for unit in footprint.units
+    ]
+    root, root_trains = elements - sum(blocks), trained - sum(trains)
+    largest, most_trained = max(blocks, default=0), max(trains, default=0)
     # The first block's row is copied out while the next one arrives.
     ahead = (2 if ranks > 1 else 1) * largest
     phases = _recomputed(footprint) if placement.recompute else footprint.half_phases
@@ -344,8 +348,8 @@ def _fsdp2(footprint: Footprint, placement: Placement, optimizer: OptimizerState
         in_block = phase.unit >= 0 and footprint.units[phase.unit].block
         gathered = compute * (root + (ahead if in_block else 0))
         # A block's gradients are reduced from one row; those of the root stay whole until the end.
-        buckets = (reduce * largest * (ranks > 1) if in_block else 0) if phase.backward else 0
-        of_root = compute * root if phase.backward else 0
+        buckets = (reduce * most_trained * (ranks > 1) if in_block else 0) if phase.backward else 0
+        of_root = compute * root_trains if phase.backward else 0
         # Those of the last step are there until the backward pass begins.
         sum_of = done / max(footprint.trainable, 1) if phase.backward and placement.accumulate == 1 else 1
         moment = "backward" if phase.backward else "forward"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -79,12 +79,15 @@ class Unit:
     Attributes:
         name: the part of the parameters' names that they share.
         elements: of its parameters.
+        trained: of those that are trained.
         first: the first operator of the forward pass that needs them.
-        done: the operator of the backward pass after which all their gradients are complete.
+        done: the operator of the backward pass after which all their gradients are complete, and which is the last that
+            needs them; -1 if the backward pass needs none of them.
     """
 
     name: str
     elements: int
+    trained: int
     first: int
     done: int
 
@@ -100,12 +103,19 @@ def unit_name(parameter: str) -> str:
 
 def _units(operators: Operators) -> tuple[Unit, ...]:
     found: dict[str, Unit] = {}
-    for gradient in operators.gradients:
-        name = unit_name(gradient.name)
-        first = operators.forward_of.get(gradient.name, 0)
-        one = found.get(name, Unit(name, 0, first, gradient.after))
-        found[name] = Unit(name, one.elements + gradient.elements, min(one.first, first), max(one.done, gradient.after))
+    for each in operators.gradients:
+        _put(found, each.name, each.elements, each.elements, operators.forward_of.get(each.name, 0), each.after)
+    for frozen in operators.frozen:
+        done = frozen.last if frozen.last >= operators.backward_from else -1
+        _put(found, frozen.name, frozen.elements, 0, frozen.first, done)
     return tuple(sorted(found.values(), key=lambda unit: unit.first))
+
+
+def _put(found: dict[str, Unit], parameter: str, elements: int, trained: int, first: int, done: int) -> None:
+    """Put a parameter into its unit."""
+    name = unit_name(parameter)
+    one = found.get(name, Unit(name, 0, 0, first, done))
+    found[name] = Unit(name, one.elements + elements, one.trained + trained, min(one.first, first), max(one.done, done))
 
 
 def network_of_module(
@@ -116,7 +126,8 @@ def network_of_module(
     Args:
         module: a LightningModule, whose `training_step` gives the loss, or any other, whose outputs' sum stands for
             it. All its tensors must be on the meta device: build it below `with torch.device("meta")`.
-        batch: what the step gets, with the shapes of a real batch.
+        batch: what the step gets, with the shapes of a real batch: a tuple as arguments and a dictionary as keywords of
+            a module that is no LightningModule.
         samples: size of that batch.
         name: for messages; by default the name of the class.
         family: by default `convolutional` if most of its operations are convolutions, else `transformer`.
@@ -127,9 +138,16 @@ def network_of_module(
     real = next((key for key, each in module.state_dict(keep_vars=True).items() if not each.is_meta), None)
     if real is not None:
         raise PlanError(f"{real} is not on the meta device. Build the module below `with torch.device('meta'):`.")
+    name = name or type(module).__name__
+    if not any(each.requires_grad for each in module.parameters()):
+        raise PlanError(f"{name} has no parameter that trains, so there is no training to plan.")
+    if any(isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse for each in module.modules()):
+        raise PlanError(
+            f"{name} has sparse gradients, whose size depends on the batch's numbers. Build its embeddings with "
+            "sparse=False for the plan."
+        )
     inputs = on_meta(batch)
     step = _training_step(inputs) if isinstance(module, LightningModule) else _call(inputs)
-    name = name or type(module).__name__
     try:
         operators = list_operators(module, step, samples)
     except Exception as error:  # a user's forward pass may fail in any way on tensors without numbers
@@ -152,6 +170,8 @@ def _training_step(batch: Any) -> Callable[[nn.Module], Any]:
 
 
 def _call(inputs: Any) -> Callable[[nn.Module], Any]:
+    if isinstance(inputs, Mapping):
+        return lambda module: module(**inputs)
     return lambda module: module(*inputs) if isinstance(inputs, (tuple, list)) else module(inputs)
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
+
+from azureml_strategy.planning.fused_calls import RECURRENT, fused_calls
 
 Kind = Literal["convolution", "product", "attention", "batch_norm", "memory"]
 
@@ -32,8 +31,6 @@ _PASSES = {
 }
 # They allocate, and write nothing.
 _WITHOUT_WORK = ("empty", "new_empty")
-# Forward: two products. Backward: five, because the scores are computed again (Dao 2023, https://arxiv.org/abs/2307.08691).
-_ATTENTION_BACKWARD = 2.5
 
 
 @dataclass(frozen=True)
@@ -78,6 +75,16 @@ class Gradient:
     after: int
 
 
+@dataclass(frozen=True)
+class FrozenWeight:
+    """A parameter that is not trained: its number of elements, and the first and the last operator that reads it."""
+
+    name: str
+    elements: int
+    first: int
+    last: int
+
+
 @dataclass(frozen=True, eq=False)
 class Operators:
     """All operators of a forward and a backward pass, in the order in which they run.
@@ -88,6 +95,7 @@ class Operators:
         forward_of: for each parameter, by its name, the first operator that needs it.
         backward_from: index of the first operator of the backward pass.
         samples: size of the batch for which this counts.
+        frozen: parameters that are read and not trained.
     """
 
     listed: tuple[Operator, ...]
@@ -95,6 +103,7 @@ class Operators:
     forward_of: dict[str, int]
     backward_from: int
     samples: int
+    frozen: tuple[FrozenWeight, ...] = ()
 
     @property
     def flops(self) -> float:
@@ -130,8 +139,10 @@ def list_operators(module: nn.Module, step: Callable[[nn.Module], Any], samples:
                 )
             )
     try:
-        with recorder, _fused_attention(recorder):
+        with recorder, fused_calls(recorder):
             outputs = [each for each in tree_leaves(step(module)) if isinstance(each, Tensor) and each.requires_grad]
+            if not outputs:
+                raise ValueError("no output depends on a parameter that trains")
             loss = outputs[0] if len(outputs) == 1 and outputs[0].dim() == 0 else sum(each.sum() for each in outputs)
             backward_from = len(recorder.found)
             recorder.backward = True
@@ -140,7 +151,13 @@ def list_operators(module: nn.Module, step: Callable[[nn.Module], Any], samples:
         for handle in handles:
             handle.remove()
         module.zero_grad(set_to_none=True)
-    return Operators(tuple(recorder.found), tuple(gradients), dict(recorder.first_use), backward_from, samples)
+    frozen = tuple(
+        FrozenWeight(name, each.numel(), recorder.first_use[name], recorder.last_use[name])
+        for name, each in module.named_parameters()
+        if not each.requires_grad and name in recorder.first_use
+    )
+    first_use = dict(recorder.first_use)
+    return Operators(tuple(recorder.found), tuple(gradients), first_use, backward_from, samples, frozen)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -150,6 +167,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[Operator] = []
         self.first_use: dict[str, int] = {}
+        self.last_use: dict[str, int] = {}
         self.backward = False
         self.silent = False
         self._parameters = parameters
@@ -186,6 +204,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = [each for each in given if self._name_of(each) is not None]
         for each in own:
             self.first_use.setdefault(str(self._name_of(each)), len(self.found))
+            self.last_use[str(self._name_of(each))] = len(self.found)
         read = _largest_once([each for each in given if self._name_of(each) is None], self._number)
         again, once = _PASSES.get(name, (1, 1))
         kind = _kind_of(name)
@@ -235,7 +254,7 @@ def _kind_of(name: str) -> Kind:
         return "batch_norm"
     if name.startswith(("convolution", "_convolution", "cudnn_conv")):
         return "convolution"
-    if name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"):
+    if name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm") or name.removesuffix("_backward") in RECURRENT:
         return "product"
     return "attention" if "attention" in name else "memory"
 
@@ -257,57 +276,6 @@ def _largest_once(tensors: Sequence[Tensor], number: Callable[[Tensor], int]) ->
 
 def _aligned(matrix: Tensor) -> bool:
     return all(size % 8 == 0 or size == 1 for size in matrix.shape)
-
-
-@contextmanager
-def _fused_attention(recorder: _Recorder) -> Iterator[None]:
-    """Record attention as the one kernel that it is on a GPU, which keeps no scores."""
-    stock = functional.scaled_dot_product_attention
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
-        return _FusedAttention.apply(recorder, query, key, value)  # type: ignore[no-untyped-call]
-
-    class Calls(TorchFunctionMode):
-        """Sees calls by code that has imported the function by its name."""
-
-        @override
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return (attention if func is stock else func)(*args, **(kwargs or {}))
-
-    # torch's own layers call it below a function that the mode has seen already.
-    functional.scaled_dot_product_attention = attention
-    try:
-        with Calls():
-            yield
-    finally:
-        functional.scaled_dot_product_attention = stock
-
-
-class _FusedAttention(torch.autograd.Function):
-    """Attention without numbers: `(..., T, D)` queries, `(..., S, D)` keys and `(..., S, V)` values."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, recorder: _Recorder, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        ctx.recorder = recorder
-        ctx.save_for_backward(query, key, value)
-        recorder.silent = True
-        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        recorder.silent = False
-        rows, columns = query.numel() // query.shape[-1], key.shape[-2]
-        ctx.flops = 2.0 * rows * columns * (query.shape[-1] + value.shape[-1])
-        recorder.add("attention", ctx.flops, [query, key, value], [output], ())
-        return output
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        saved, recorder = ctx.saved_tensors, ctx.recorder
-        recorder.silent = True
-        made = [torch.empty_like(each) for each in saved]
-        recorder.silent = False
-        recorder.add("attention_backward", _ATTENTION_BACKWARD * ctx.flops, [*saved, gradient, gradient], made, ())
-        return None, *made
 
 
 def on_meta(value: Any) -> Any:

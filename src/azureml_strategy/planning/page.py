@@ -8,7 +8,8 @@ from io import BytesIO
 from rich.table import Table
 
 from azureml_strategy.cluster.job import count, format_money
-from azureml_strategy.planning.candidates import Candidate, Plan, frontier, submit_command
+from azureml_strategy.planning.candidates import Candidate, Plan, frontier
+from azureml_strategy.planning.commands import submit_command
 from azureml_strategy.tracking.tables import print_table
 
 _ROWS = 12  # of the table; the JSON has all
@@ -107,6 +108,7 @@ def _remarks(plan: Plan, shown: Sequence[Candidate]) -> Iterator[str]:
         )
     if best.hours is None:
         yield "No hours: the recipe does not say on how many samples it trains. Give --samples N."
+    yield from plan.notes
     for sentence in plan.left_out[:5]:
         yield f"Left out: {sentence}"
     yield f"To run the first: {submit_command(plan.workload, best)}"

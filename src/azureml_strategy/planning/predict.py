@@ -14,7 +14,7 @@ from azureml_strategy.planning.fabrics import Joined, NetworkKind, fabric_of_ban
 from azureml_strategy.planning.fitted import Parameters, default_parameters
 from azureml_strategy.planning.kernels import Computation, compute, kernels_of
 from azureml_strategy.planning.networks import Network, named_network
-from azureml_strategy.planning.steps import Distribution, StepTime, StrategyName, make_step, time_step
+from azureml_strategy.planning.steps import Distribution, StepTime, StrategyName, check_pipeline, make_step, time_step
 
 _HALVES = ("bf16", "16")
 _SAME_PEAK = 0.01  # data sheets round
@@ -49,7 +49,7 @@ class Prediction:
         data_s: of it, what the step waits for data.
         bound_by: what makes it as long as it is: `computation`, `memory bandwidth`, `kernel launches`, `communication`,
             `pipeline bubble` or `data`.
-        efficiency: the rate divided by that of the same GPUs without communication.
+        efficiency: computation's share of the step: what is left of it beside communication, bubble and data.
         naive: the rate by `t = compute + 2 (p - 1) / p x gradients / bandwidth`, without overlap, for comparison.
         basis: what the computation was derived from, for a reader.
         gpus: number of GPUs.
@@ -77,12 +77,15 @@ class MeasuredStep:
     """A step that was measured on one GPU.
 
     Attributes:
-        seconds: of an optimizer step with the batch that is planned, without communication.
+        seconds: forward and backward pass of one batch of the size that is planned, and the optimizer's step, without
+            communication. Accumulated batches are counted besides: measure one.
         gpu: name of the GPU, as the driver gives it or as `H100`; None for the one that is planned.
+        recomputes: whether the strategy's activation checkpointing was on: then its second forward pass is in it.
     """
 
     seconds: float
     gpu: str | None = None
+    recomputes: bool = False
 
 
 def predict(
@@ -140,19 +143,30 @@ def predict(
     described = named_network(network) if isinstance(network, str) else network
     how = strategy if isinstance(strategy, Distribution) else Distribution(strategy=strategy)
     size = _size(vm_size)
-    card = _gpu(gpu, size, measured)
-    per_node = (size.gpus if size and size.gpus else 1) if gpus_per_node is None else gpus_per_node
+    card, per_node = _gpu(gpu, size, measured), _gpus_per_node(size, gpus_per_node)
     given = {"loader_rate": loader_rate, "inside_gb": inside_gb, "across_gb": across_gb}
     given["measured.seconds"] = measured.seconds if measured else None
     present = {name: value for name, value in given.items() if value is not None}
     _check(nodes=nodes, gpus_per_node=per_node, batch_size=batch_size, **present)
+    check_pipeline(how, batch_size, precision)
     joined = _joined(size, nodes, per_node, interconnect, inside_gb, across_gb, known)
     joined = replace(joined, fabric=replace(joined.fabric, library=library))
-    timed = _time_computation(described, card, precision, compiled, batch_size, optimizer, measured, known, anchored)
+    case = _Case(precision, compiled, batch_size)
+    timed = _time_computation(described, card, case, how, optimizer, measured, known, anchored)
     width = 2 if precision.startswith(_HALVES) else 4
-    step = make_step(described, timed.computation, timed.optimizer_s, joined.fabric, width, how, batch_size)
+    samples = batch_size / how.pieces
+    step = make_step(described, timed.computation, timed.optimizer_s, joined.fabric, width, how, samples)
     found = _with_skew(time_step(step), joined)
     return _prediction(described, how, found, timed, joined, batch_size, loader_rate, known)
+
+
+def _gpus_per_node(size: VMSize | None, given: int | None) -> int:
+    there = size.gpus if size and size.gpus else None
+    if given is None:
+        return there or 1
+    if there is not None and size is not None and given > there:
+        raise PlanError(f"gpus_per_node is {given}, and {size.name} has {there}. Give {there} or fewer.")
+    return given
 
 
 def _check(**numbers: float) -> None:
@@ -232,32 +246,32 @@ class _Timed:
 def _time_computation(
     network: Network,
     gpu: GPU,
-    precision: str,
-    compiled: bool,
-    batch_size: float,
+    case: _Case,
+    how: Distribution,
     optimizer: str,
     measured: MeasuredStep | None,
     known: Parameters,
     anchored: bool,
 ) -> _Timed:
-    """Time forward, backward and optimizer on one GPU: by the roofline, corrected by what was measured."""
+    """Time forward and backward of what runs at once, and the optimizer, on one GPU: by the roofline, corrected."""
     moved = known.optimizer_bytes.get(optimizer)
     if moved is None:
         raise PlanError(f"No optimizer is known as {optimizer!r}. Known: {', '.join(known.optimizer_bytes)}.")
-    case = _Case(precision, compiled, batch_size)
     untold = 1.0, "roofline", known.errors["other_gpu"]
     factor, basis, error = _corrected(network, gpu, case, known) if anchored else untold
+    ratio = 1.0
     if measured is not None:
         base = gpu if measured.gpu is None else named_gpu(measured.gpu)
         own = _corrected(network, base, case, known)[0] if anchored else 1.0
         alone = _computation(network, base, case, known, own)
-        whole = alone.total_s + _optimizer_s(network, base, moved, known)
-        factor *= measured.seconds / whole
+        again = alone.forward_s if measured.recomputes else 0.0
+        ratio = measured.seconds / (alone.total_s + again + _optimizer_s(network, base, moved, known))
         basis = f"a measured step of {base.name}"
         error = known.errors["measured" if base is gpu else "same_gpu"]
-    computation = _computation(network, gpu, case, known, factor)
-    scaled = factor if measured is not None else 1.0
-    return _Timed(computation, scaled * _optimizer_s(network, gpu, moved, known), basis, error)
+    piece = replace(case, batch_size=case.batch_size / how.pieces)
+    # A launch is the host's: it is as much longer than assumed on every GPU.
+    computation = _computation(network, gpu, piece, known, ratio * factor, ratio)
+    return _Timed(computation, ratio * _optimizer_s(network, gpu, moved, known), basis, error)
 
 
 @dataclass(frozen=True)
@@ -267,12 +281,14 @@ class _Case:
     batch_size: float
 
 
-def _computation(network: Network, gpu: GPU, case: _Case, known: Parameters, factor: float = 1.0) -> Computation:
+def _computation(
+    network: Network, gpu: GPU, case: _Case, known: Parameters, factor: float = 1.0, host_factor: float = 1.0
+) -> Computation:
     kernels = kernels_of(network.operators, case.compiled)
     scale = case.batch_size / network.operators.samples
     try:
         efficiency = known.efficiency_of(gpu.model, case.precision)
-        return compute(kernels, gpu, case.precision, efficiency, scale, factor)
+        return compute(kernels, gpu, case.precision, efficiency, scale, factor, host_factor)
     except LookupError as error:
         raise PlanError(str(error)) from error
 

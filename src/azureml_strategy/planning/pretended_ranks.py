@@ -30,6 +30,7 @@ from azureml_strategy.planning.errors import PlanError
 # At a time: each needs most of a core, and 0.7 GB for its libraries.
 _TOGETHER = 2
 _LONGEST_S = 600.0
+_MOST_NODES = 60_000  # each has an address in 10.0.0.0/16
 _LEFT_ON = (GUARD_SWITCH, LAUNCH_SWITCH, CALLBACKS_SWITCH)
 _LAST_LINES = 12
 
@@ -60,6 +61,8 @@ class PretendedJob:
             raise PlanError(
                 f"{self.nodes} node(s) x {self.processes_per_node} process(es) is no job. Use at least 1 of each."
             )
+        if self.nodes > _MOST_NODES:
+            raise PlanError(f"{self.nodes} nodes are more than can be tried. Use {_MOST_NODES} or fewer.")
 
     @property
     def ranks(self) -> int:

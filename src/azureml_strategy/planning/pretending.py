@@ -166,6 +166,8 @@ def _take_steps() -> None:
         kept = [each for each in self.callbacks if not isinstance(each, Checkpoint)]  # type: ignore[attr-defined]
         self.callbacks = kept  # type: ignore[attr-defined]
         self.limit_val_batches = 0
+        # `fast_dev_run` ends with the first epoch, and a rank's share of a small data set may be a single batch.
+        self.fit_loop.max_epochs = _STEPS
 
     Trainer.__init__ = init  # type: ignore[method-assign]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,6 +66,11 @@ class Distribution:
             )
 
     @property
+    def pieces(self) -> int:
+        """Micro-batches of a batch, each of which runs all kernels."""
+        return self.micro_batches if self.strategy == "pipeline" else 1
+
+    @property
     def model_parallel_size(self) -> int:
         """GPUs that hold one copy of the network together, where they do not hold the same batch."""
         return self.num_stages if self.strategy == "pipeline" else self.tensor_parallel_size
@@ -92,10 +98,19 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Part:
-    """What one unit of a network computes for a batch, in seconds on one GPU, and the elements of its parameters."""
+    """What one unit of a network computes for a batch.
+
+    Attributes:
+        name: of the unit.
+        elements: of all its parameters.
+        trained: of those that are trained.
+        forward_s: seconds of the forward pass on one GPU.
+        backward_s: of the backward pass; 0 if the unit has none.
+    """
 
     name: str
     elements: float
+    trained: float
     forward_s: float
     backward_s: float
 
@@ -105,12 +120,13 @@ class Step:
     """What the model of a step is given.
 
     Attributes:
-        parts: the units of the network, in the order of the forward pass.
+        parts: the units of the network, in the order of the forward pass; in a pipeline for one micro-batch.
         gradients: elements of each parameter's gradient, and when it is complete: seconds of the backward pass.
         optimizer_s: seconds of the optimizer for all parameters on one GPU.
         fabric: all GPUs.
         width: bytes of a parameter or activation that is sent: 2 in `bf16-mixed` and other halves, else 4.
-        border_bytes: what a block passes on for one batch; a tensor-parallel group adds it up twice a block.
+        border_bytes: what a block passes on for one batch, in a pipeline for one micro-batch. A tensor-parallel group
+            adds it up twice a block.
         blocks: number of blocks whose matrices a tensor-parallel group shares.
         how: the strategy.
     """
@@ -135,9 +151,9 @@ class Step:
         return sum(each.backward_s for each in self.parts)
 
     @property
-    def elements(self) -> float:
-        """Elements of all parameters."""
-        return sum(each.elements for each in self.parts)
+    def trained(self) -> float:
+        """Elements of all parameters that are trained."""
+        return sum(each.trained for each in self.parts)
 
 
 def make_step(
@@ -152,7 +168,7 @@ def make_step(
     """Cut a computation into the network's units; see `Step` for the arguments.
 
     Args:
-        samples: size of the batch of a GPU.
+        samples: size of the batch that was timed: that of a GPU, or one micro-batch of a pipeline.
 
     Raises:
         PlanError: the GPUs are no multiple of what holds one copy of the network.
@@ -170,14 +186,15 @@ def make_step(
     units = network.units
     forward_ends = [computation.end_of(each.first - 1) if each.first else 0.0 for each in units[1:]]
     starts = [0.0, *forward_ends, computation.forward_s]
-    order = sorted(range(len(units)), key=lambda number: units[number].done)
+    order = sorted((i for i, each in enumerate(units) if each.done >= 0), key=lambda number: units[number].done)
     backward_ends = [computation.end_of(units[number].done) for number in order]
     backward_ends[-1] = computation.total_s
     begun = [computation.forward_s, *backward_ends]
     backward = {number: begun[place + 1] - begun[place] for place, number in enumerate(order)}
-    again = 1.0 if how.activation_checkpointing else 0.0
+    forward = [after - before for before, after in itertools.pairwise(starts)]
+    again = forward if how.activation_checkpointing else [0.0] * len(units)
     parts = [
-        Part(unit.name, unit.elements, starts[i + 1] - starts[i], backward[i] + again * (starts[i + 1] - starts[i]))
+        Part(unit.name, unit.elements, unit.trained, forward[i], backward[i] + again[i] if i in backward else 0.0)
         for i, unit in enumerate(units)
     ]
     slower = sum(each.backward_s for each in parts) / max(computation.total_s - computation.forward_s, 1e-12)
@@ -187,6 +204,28 @@ def make_step(
     ]
     border = samples * max(network.tokens, 1) * network.width * width
     return Step(parts, gradients, optimizer_s, fabric, width, border, network.blocks, how)
+
+
+def check_pipeline(how: Distribution, batch_size: float, precision: str) -> None:
+    """Refuse what the pipeline strategy refuses (strategies/pipeline/refusals.py and micro_batches.py).
+
+    Raises:
+        PlanError: the batch cannot be cut, is accumulated, or is computed in float16.
+    """
+    if how.strategy != "pipeline":
+        return
+    if batch_size % how.micro_batches:
+        raise PlanError(
+            f"A pipeline cannot cut a batch of {batch_size:g} samples into micro_batches={how.micro_batches} equal "
+            "ones. Choose a batch size that they divide, or another strategy.micro_batches."
+        )
+    if how.accumulate > 1:
+        raise PlanError(
+            f"A pipeline takes no accumulate_grad_batches={how.accumulate}: it accumulates over its micro-batches. "
+            "Give larger batches and more strategy.micro_batches."
+        )
+    if precision.startswith("16"):
+        raise PlanError(f"A pipeline does not compute in {precision}. Use bf16-mixed or 32-true, on GPUs that have it.")
 
 
 def time_step(step: Step) -> StepTime:
@@ -278,7 +317,7 @@ def _zero(step: Step) -> StepTime:
     fabric, cap = step.fabric, step.how.zero_bucket
     buckets = fill_buckets(step.gradients, cap, cap)
     costs = [(fabric.collective_s("reduce_scatter", size * step.width), at) for size, at in buckets]
-    gathered = fabric.collective_s("all_gather", step.elements * step.width)
+    gathered = fabric.collective_s("all_gather", step.trained * step.width)
     found = _bucketed(step, fabric, costs, step.optimizer_s / fabric.size, gathered)
     if step.how.strategy == "deepspeed_stage_1" or step.how.accumulate == 1:
         return found
@@ -303,7 +342,7 @@ def _sharded(step: Step) -> StepTime:
     sent: int | None = None
     for _ in range(step.how.accumulate):
         for forward in (True, False):
-            for part in step.parts if forward else reversed(step.parts):
+            for part in step.parts if forward else _backward_parts(step):
                 share = tensor if part.name else 1  # only blocks are cut
                 kept = not forward and not part.name and step.how.strategy == "model_parallel"  # FSDP2 keeps its root's
                 gather = 0.0 if kept else group.collective_s("all_gather", part.elements / share * step.width)
@@ -315,11 +354,16 @@ def _sharded(step: Step) -> StepTime:
                     reduced_twice = tasks.add("tensor-parallel sum", "network", 2 * inner, computed)
                     computed = tasks.add("", "compute", 0.0, reduced_twice)
                 if not forward:
-                    cost = group.collective_s("reduce_scatter", part.elements / share * reduced)
+                    cost = group.collective_s("reduce_scatter", part.trained / share * reduced)
                     sent = tasks.add("scatter", "network", cost, computed)
                 before = (before[1], computed)
     tasks.add("optimizer", "compute", step.optimizer_s / (group.size * tensor), sent)
     return _run(tasks, group)
+
+
+def _backward_parts(step: Step) -> list[Part]:
+    """The parts that the backward pass needs: frozen ones before the first that is trained are not gathered again."""
+    return [each for each in reversed(step.parts) if each.trained or each.backward_s]
 
 
 def _pipeline(step: Step) -> StepTime:
@@ -329,17 +373,17 @@ def _pipeline(step: Step) -> StepTime:
     """
     stages, pieces = step.how.num_stages, step.how.micro_batches
     cut = _stages(step.parts, stages)
-    forward = [sum(each.forward_s for each in stage) / pieces for stage in cut]
-    backward = [sum(each.backward_s for each in stage) / pieces for stage in cut]
+    forward = [sum(each.forward_s for each in stage) for stage in cut]
+    backward = [sum(each.backward_s for each in stage) for stage in cut]
     replicas = step.fabric.size // stages
     across = step.fabric.nodes > 1
     at_once = min(replicas, step.fabric.per_node) if across else 1  # that share what joins the nodes
-    sent = step.fabric.send_s(at_once * step.border_bytes / pieces, across=across)
-    found = schedule_1f1b(forward, backward, pieces * step.how.accumulate, [sent] * (stages - 1))
-    largest = max(sum(each.elements for each in stage) for stage in cut)
+    sent = step.fabric.send_s(at_once * step.border_bytes, across=across)
+    found = schedule_1f1b(forward, backward, pieces, [sent] * (stages - 1))
+    largest = max(sum(each.trained for each in stage) for stage in cut)
     group = step.fabric.inside_node(replicas) if replicas > 1 else None
     reduced = group.collective_s("all_reduce", largest * step.width) if group else 0.0
-    updated = step.optimizer_s * largest / max(step.elements, 1.0)
+    updated = step.optimizer_s * largest / max(step.trained, 1.0)
     sends = 2 * (stages - 1) * sent
     bubble = max(found.bubble_s - sends, 0.0)
     return StepTime(found.busiest_s + updated, reduced + found.bubble_s - bubble, bubble)
@@ -349,16 +393,16 @@ def _stages(parts: Sequence[Part], stages: int) -> list[list[Part]]:
     """Cut neighbours into stages of about as many parameters, and none without a part."""
     if stages > len(parts):
         raise PlanError(f"A pipeline of {stages} stages needs as many parts of the network, and it has {len(parts)}.")
-    whole = max(sum(each.elements for each in parts), 1.0)
+    whole = max(sum(each.trained for each in parts), 1.0)
     cut: list[list[Part]] = [[]]
     seen = 0.0
     for place, part in enumerate(parts):
-        wanted = int((seen + part.elements / 2) / whole * stages)
+        wanted = int((seen + part.trained / 2) / whole * stages)
         must = len(parts) - place <= stages - len(cut)  # one part is left for each further stage
         if cut[-1] and len(cut) < stages and (must or wanted >= len(cut)):
             cut.append([])
         cut[-1].append(part)
-        seen += part.elements
+        seen += part.trained
     return cut
 
 
@@ -368,5 +412,5 @@ def _local_sgd(step: Step) -> StepTime:
     found = _ddp(step, inside)
     if step.fabric.nodes == 1:
         return found
-    averaged = step.fabric.collective_s("all_reduce", 4 * step.elements) / step.how.period
+    averaged = step.fabric.collective_s("all_reduce", 4 * step.trained) / step.how.period
     return StepTime(found.compute_s, found.communication_s + averaged)

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from azureml_strategy.huggingface.loading import Loading, loading_as
+from azureml_strategy.huggingface.sources import PretrainedModelError
+from azureml_strategy.models import FineTuner
+from azureml_strategy.planning.batches import Shape, shape_of
 from azureml_strategy.planning.errors import PlanError
 from azureml_strategy.planning.networks import Network, network_of_module
+from azureml_strategy.planning.optimizer_kind import optimizer_kind
+from azureml_strategy.planning.run_length import run_length
+from azureml_strategy.planning.uncounted import uncounted_settings
 from azureml_strategy.training.checks import compose_recipe
 from azureml_strategy.training.recipes import RecipeError, find_recipe
 from azureml_strategy.training.resolvers import register_resolvers
 from azureml_strategy.training.targets import make, own_modules
 
 _BY_GPU = "by the GPU"
-_EPOCH = 1_281_167  # images that ImageNet-1k has for training (Russakovsky et al. 2015)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +50,12 @@ class Workload:
         unit: what is counted, such as images or tokens.
         per_sample: units of a sample.
         samples: that the whole run trains on; None if the recipe does not say it.
-        steps: optimizer steps of the whole run, where steps end it.
+        steps: optimizer steps of the whole run; None if none end it. What comes first counts.
+        gpus_per_node: GPUs of each node that it uses; None for all.
+        pinned: keys of the Trainer that say nodes or GPUs, which must agree with where it runs.
+        uncounted: settings that change the run and are not in the plan, as `KEY=VALUE`.
+        data_note: what was assumed of its samples, in a sentence; or empty.
+        optimizer_note: the same of its optimizer.
         module: on the meta device, for its memory.
         make_batch: a batch of so many samples on the meta device.
     """
@@ -64,6 +76,11 @@ class Workload:
     per_sample: int
     samples: float | None
     steps: int | None
+    gpus_per_node: int | None
+    pinned: tuple[str, ...]
+    uncounted: tuple[str, ...]
+    data_note: str
+    optimizer_note: str
     module: LightningModule
     make_batch: Callable[[int], Any]
 
@@ -105,34 +122,69 @@ def _workload(recipe: str, overrides: Sequence[str], config: DictConfig, hydra: 
     batch_size = OmegaConf.select(config, "data.batch_size")
     if not isinstance(batch_size, int) or batch_size < 1:
         raise PlanError(f"data.batch_size is {batch_size!r}. Give the samples of a step and process, such as 32.")
-    trainer, strategy = config.trainer, dict(config.strategy)
-    batch, tokens = _batch(config, batch_size)
+    trainer, shape = config.trainer, _shape(config)
     module = _module(config)
-    name = f"{type(module).__name__} on {tokens} tokens" if tokens else type(module).__name__
-    network = network_of_module(module, batch, batch_size, name)
+    make_batch = partial(_batch, module, shape)
+    name = f"{type(module).__name__} on {shape.tokens} tokens" if shape.tokens else type(module).__name__
     unit = OmegaConf.select(config, "tracking.throughput.unit") or "samples"
-    accumulate = int(trainer.get("accumulate_grad_batches") or 1)
-    steps = int(trainer.max_steps) if (trainer.get("max_steps") or -1) > 0 else None
+    length = run_length(config)
+    optimizer, assumed = optimizer_kind(module)
     return Workload(
         recipe=recipe,
         overrides=tuple(overrides),
-        network=network,
+        network=network_of_module(module, make_batch(batch_size), batch_size, name),
         batch_size=batch_size,
         precision=None if str(trainer.precision) == _BY_GPU else _precision(trainer.precision),
         compiled=_compiles(config, "strategy.compile", "model.compile"),
         ddp_compiled=_compiles(config, "compile", "model.compile"),
         tf32=config.get("matmul_precision") in ("high", "medium"),
         strategy=str(hydra.runtime.choices.get("strategy") or "ddp"),
-        settings=strategy,
-        accumulate=accumulate,
-        optimizer="sgd" if "ImageClassifier" in str(config.model._target_) else "adam",
+        settings=dict(config.strategy),
+        accumulate=int(trainer.get("accumulate_grad_batches") or 1),
+        optimizer=optimizer,
         unit=unit,
-        per_sample=tokens if unit == "tokens" and tokens else 1,
-        samples=_samples(config),
-        steps=steps,
+        per_sample=shape.tokens if unit == "tokens" and shape.tokens else 1,
+        samples=length.samples,
+        steps=length.steps,
+        gpus_per_node=OmegaConf.select(config, "cluster.processes_per_node") or _devices(trainer.get("devices")),
+        pinned=_pinned(trainer),
+        uncounted=uncounted_settings(config),
+        data_note=length.note,
+        optimizer_note=assumed,
         module=module,
-        make_batch=lambda size: _batch(config, size)[0],
+        make_batch=make_batch,
     )
+
+
+def _batch(module: LightningModule, shape: Shape, samples: int) -> Any:
+    """A batch as the module's step gets it, on the meta device."""
+    try:
+        batch = module.on_after_batch_transfer(module.on_before_batch_transfer(shape.batch(samples), 0), 0)
+    except Exception as error:  # what a user's module does here is its own
+        raise PlanError(
+            f"{type(module).__name__} cannot take a batch without numbers ({type(error).__name__}: {error})."
+        ) from error
+    if isinstance(module, FineTuner):
+        # transformers reads the values of a mask of padding, and of positions where there is none; not of a whole one.
+        mask = torch.ones((1, 1, shape.tokens, shape.tokens), dtype=torch.bool, device="meta")
+        return {**batch, "attention_mask": mask}
+    return batch
+
+
+def _devices(given: Any) -> int | None:
+    """The GPUs of a node that `trainer.devices` names; None for all."""
+    if isinstance(given, (list, ListConfig)):
+        return len(given)
+    words = [each for each in str(given).split(",") if each.strip()]
+    if len(words) > 1:
+        return len(words)
+    return int(given) if str(given).isdigit() and int(given) > 0 else None
+
+
+def _pinned(trainer: DictConfig) -> tuple[str, ...]:
+    several = trainer.get("num_nodes") not in (None, 1, "auto")
+    devices = str(trainer.get("devices")) not in ("None", "auto", "-1")
+    return tuple(key for key, is_set in (("trainer.num_nodes", several), ("trainer.devices", devices)) if is_set)
 
 
 def _precision(given: Any) -> str:
@@ -144,46 +196,32 @@ def _compiles(config: DictConfig, *keys: str) -> bool:
     return any(OmegaConf.select(config, key) not in (None, False, "off") for key in keys)
 
 
-def _samples(config: DictConfig) -> float | None:
-    """Samples of the whole run as far as epochs and the data module's settings tell; None if they do not."""
-    epochs = config.trainer.get("max_epochs")
-    target = str(config.data._target_)
-    if (config.trainer.get("max_steps") or -1) > 0 or not epochs or epochs < 0:
-        return None
-    if "Image" in target and OmegaConf.select(config, "num_classes") == 1000:
-        return float(epochs * _EPOCH)
-    return None
-
-
 def _module(config: DictConfig) -> LightningModule:
     """The recipe's module on the meta device, with its layers."""
-    with torch.device("meta"):
+    meta = torch.device("meta")
+    with meta:
         module = make("model", config.model)
-        if not isinstance(module, LightningModule):
-            raise PlanError(f"model makes a {type(module).__name__}, which is no LightningModule.")
-        try:
+    if not isinstance(module, LightningModule):
+        raise PlanError(f"model makes a {type(module).__name__}, which is no LightningModule.")
+    # Pretrained weights stay in their files; what no file has, such as adapters, is made, and then let go.
+    built = nullcontext() if isinstance(module, FineTuner) else meta
+    try:
+        with built, loading_as(Loading("in_parts", meta, "32-true")):
             module.configure_model()
-        except Exception as error:  # what a user's module does here is its own
-            raise PlanError(
-                f"{type(module).__name__} cannot be built without its weights ({type(error).__name__}: {error})."
-            ) from error
-    return module
+    except PretrainedModelError as error:
+        raise PlanError(str(error)) from error
+    except Exception as error:  # what a user's module does here is its own
+        raise PlanError(
+            f"{type(module).__name__} cannot be built without its weights ({type(error).__name__}: {error})."
+        ) from error
+    return module.to("meta")
 
 
-def _batch(config: DictConfig, size: int) -> tuple[Any, int]:
-    """A batch on the meta device with the shapes that the recipe says, and the tokens of each of its samples."""
-    data = config.data
-    with torch.device("meta"):
-        labels = torch.zeros(size, dtype=torch.int64)
-        if data.get("image_size"):
-            return (torch.zeros(size, 3, data.image_size, data.image_size), labels), 0
-        if data.get("sequence_length"):
-            length = int(data.sequence_length)
-            tokens = torch.zeros(size, length, dtype=torch.int64)
-            if "Chat" in str(data._target_):
-                return {"input_ids": tokens, "attention_mask": tokens, "shift_labels": tokens}, length
-            return (tokens, tokens), length
-    raise PlanError(
-        f"The shapes of a batch of {data._target_} are not known: it has neither data.image_size nor "
-        "data.sequence_length. Describe the network in Python: azureml_strategy.planning.network_of_module."
-    )
+def _shape(config: DictConfig) -> Shape:
+    shape = shape_of(config.data)
+    if shape is None:
+        raise PlanError(
+            f"The shapes of a batch of {config.data._target_} are not known: it has neither data.image_size nor "
+            "data.sequence_length. Describe the network in Python: azureml_strategy.planning.network_of_module."
+        )
+    return shape
