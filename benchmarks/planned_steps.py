@@ -73,7 +73,9 @@ def pipeline(micro_batches: int) -> Setting:
 SETTINGS = {
     "ResNet-50, DDP": Setting("resnet50", AzureMLDDPStrategy),
     "ResNet-50, DDP, one bucket": Setting(
-        "resnet50", partial(AzureMLDDPStrategy, bucket_cap_mb=1000, first_bucket_mb=1000), Distribution(bucket_mib=1000)
+        "resnet50",
+        partial(AzureMLDDPStrategy, bucket_cap_mb=1000),
+        Distribution(bucket_mib=1000, first_bucket_mib=1000),
     ),
     "ResNet-50, DDP, bf16": Setting(
         "resnet50", partial(AzureMLDDPStrategy, gradient_compression="bf16"), Distribution(gradient_bytes=2)
@@ -197,27 +199,32 @@ class Links:
 
     Attributes:
         efficiency: share of a link's rate that carries gradients.
-        host_s_per_gb: seconds in which a process copies and adds up what it has received.
+        copy_s_per_gb: seconds in which a process copies what it waits for: FSDP2's gathered and scattered rows.
         slowdown_s_per_gb: seconds of computation that it costs to send as much at the same time.
         latency_s: of a message.
+        operator_s: seconds of an operator beside its work, on each micro-batch.
         skew: share of a step by which ranks differ.
     """
 
     efficiency: float
-    host_s_per_gb: float
+    copy_s_per_gb: float
     slowdown_s_per_gb: float
     latency_s: float
+    operator_s: float
     skew: float
 
-    def across_gb(self, rate: float) -> float:
+    def across_gb(self, rate: float, how: Distribution) -> float:
         """Bandwidth over a link of so many GB/s."""
-        return 1 / (1 / (self.efficiency * rate) + self.host_s_per_gb)
+        copied = self.copy_s_per_gb if how.strategy == "model_parallel" else 0.0
+        return 1 / (1 / (self.efficiency * rate) + copied)
 
     def parameters(self, rate: float) -> Parameters:
         """The planner's parameters with these links."""
-        slowdown = min(self.slowdown_s_per_gb * self.across_gb(rate), 0.9)
+        slowdown = min(self.slowdown_s_per_gb * self.efficiency * rate, 0.9)
         known, tier = default_parameters(), TierDefaults(self.latency_s, 1.0, slowdown)
-        return replace(known, tiers={**known.tiers, "Ethernet": tier}, links={}, skew=self.skew)
+        efficiency = replace(known.efficiency, kernel_s=self.operator_s)
+        tiers = {**known.tiers, "Ethernet": tier}
+        return replace(known, tiers=tiers, links={}, skew=self.skew, efficiency=efficiency)
 
 
 def rate_of(bandwidth: str) -> float:
@@ -241,7 +248,7 @@ def predicted(
         strategy=setting.how,
         optimizer="sgd" if setting.network == "resnet50" else "adam",
         interconnect="ethernet",
-        across_gb=links.across_gb(rate),
+        across_gb=links.across_gb(rate, setting.how),
         library="gloo",
         measured=MeasuredStep(alone_s),
         parameters=links.parameters(rate),
@@ -259,7 +266,7 @@ def fit(turns: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> Link
         errors = [math.log(each["predicted_s"] / statistics.median(each["steps_s"])) for each in known]
         return [*errors, *(0.002 * (given - start))]  # what the turns cannot tell stays where it was
 
-    start = np.array([3.0, math.log(0.3), math.log(1.0), math.log(2e-4), math.log(0.01)])
+    start = np.array([3.0, math.log(1.0), math.log(0.5), math.log(2e-4), math.log(1e-5), math.log(0.01)])
     return links_of(least_squares(residuals, start).x)
 
 

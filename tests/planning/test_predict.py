@@ -291,6 +291,17 @@ def test_stages_lie_across_nodes() -> None:
     assert pipeline.communication_s < ddp.communication_s
 
 
+def test_buckets_are_filled_before_they_are_compressed() -> None:
+    """DDP caps buckets by the gradients' own bytes: half as many bytes are sent at the same moments."""
+    case: dict[str, Any] = {"batch_size": 8, "gpu": "A100", "nodes": 2, "gpus_per_node": 1, "inside_gb": 2}
+    free = replace(default_parameters(), skew=0.0)
+    full = predict("resnet50", across_gb=2, strategy=Distribution(), parameters=free, **case)
+    half = predict("resnet50", across_gb=1, strategy=Distribution(gradient_bytes=2), parameters=free, **case)
+    assert half.step_s == pytest.approx(full.step_s, rel=1e-3)
+    one = predict("resnet50", across_gb=2, strategy=Distribution(bucket_mib=1000, first_bucket_mib=1000), **case)
+    assert one.step_s > full.step_s, "a single bucket hides behind nothing"
+
+
 def test_buckets_are_those_of_a_real_ddp(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

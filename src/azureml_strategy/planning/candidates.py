@@ -270,6 +270,7 @@ def own_settings(workload: Workload, name: str) -> Distribution:
         "num_stages": workload.settings.get("num_stages"),
         "micro_batches": workload.settings.get("micro_batches"),
         "bucket_mib": workload.settings.get("bucket_cap_mb"),
+        "first_bucket_mib": workload.settings.get("first_bucket_mb") or workload.settings.get("bucket_cap_mb"),
         "zero_bucket": workload.settings.get("reduce_bucket_size"),
         "period": workload.settings.get("period"),
     }

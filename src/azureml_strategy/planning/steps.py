@@ -19,8 +19,6 @@ StrategyName = Literal[
     "ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "model_parallel", "pipeline", "local_sgd"
 ]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
-# torch.nn.parallel.DistributedDataParallel: the first bucket is small, so that it can be sent early.
-_FIRST_BUCKET = 2**20
 _MIB = 2**20
 
 
@@ -35,6 +33,8 @@ class Distribution:
         micro_batches: pieces of a batch in a pipeline.
         accumulate: batches whose gradients are added before they are exchanged.
         bucket_mib: size of DDP's buckets.
+        first_bucket_mib: size of the first one. torch makes it small, so that it can be sent early, unless it is given
+            the size of the others.
         gradient_bytes: of an element that DDP sends: 4, or 2 with `gradient_compression=bf16` or `fp16`.
         zero_bucket: elements of DeepSpeed's `reduce_bucket_size`.
         period: optimizer steps between two averages of local SGD.
@@ -47,6 +47,7 @@ class Distribution:
     micro_batches: int = 4
     accumulate: int = 1
     bucket_mib: float = 25.0
+    first_bucket_mib: float = 1.0
     gradient_bytes: int = 4
     zero_bucket: float = 2e8
     period: int = 16
@@ -56,7 +57,7 @@ class Distribution:
         if self.strategy not in STRATEGIES:
             raise PlanError(f"No strategy is known as {self.strategy!r}. Known: {', '.join(STRATEGIES)}.")
         whole = ("tensor_parallel_size", "num_stages", "micro_batches", "accumulate", "period")
-        for name in (*whole, "bucket_mib", "zero_bucket", "gradient_bytes"):
+        for name in (*whole, "bucket_mib", "first_bucket_mib", "zero_bucket", "gradient_bytes"):
             value = getattr(self, name)
             if not 0 < value < math.inf or (name in whole and value != int(value)):
                 raise PlanError(f"{name} is {value}. Give {'1 or more' if name in whole else 'a number above 0'}.")
@@ -280,11 +281,17 @@ def fill_buckets(gradients: Sequence[tuple[float, float]], cap: float, first: fl
 
 
 def _ddp(step: Step, fabric: Fabric | None = None) -> StepTime:
-    """DDP: a bucket is sent when its last gradient is complete, while the backward pass goes on."""
-    fabric, width = fabric or step.fabric, step.how.gradient_bytes
-    cap = step.how.bucket_mib * _MIB
-    buckets = fill_buckets([(size * width, at) for size, at in step.gradients], cap, _FIRST_BUCKET)
-    return _bucketed(step, fabric, [(fabric.collective_s("all_reduce", size), at) for size, at in buckets])
+    """DDP: a bucket is sent when its last gradient is complete, while the backward pass goes on.
+
+    Buckets are filled with gradients in float32 and compressed afterwards.
+    """
+    fabric, how = fabric or step.fabric, step.how
+    full, sent = 4, how.gradient_bytes
+    gradients = [(size * full, at) for size, at in step.gradients]
+    buckets = fill_buckets(gradients, how.bucket_mib * _MIB, how.first_bucket_mib * _MIB)
+    return _bucketed(
+        step, fabric, [(fabric.collective_s("all_reduce", size * sent / full), at) for size, at in buckets]
+    )
 
 
 def _bucketed(
