@@ -43,11 +43,12 @@ NAME = "planned_steps"
 TARGETS = {"median": 0.03, "worst": 0.08}
 FIRST_STEPS = 3  # of a fit, which do not count: buckets are rebuilt, shapes are sent, memory is taken
 STAGES = 2
+PULL = 0.02  # a factor of e between a number and the usual one weighs as much as an error of a fiftieth
 SHAPE = ("images", "pixels", "sequences", "tokens", "layers", "width")  # options that say what is trained
 CALIBRATED = (
     "ResNet-50, DDP",
-    "ResNet-50, DDP, bf16",
-    "ResNet-50, DDP, 3 batches a step",
+    "ResNet-50, DDP, one bucket",
+    "GPT, DDP",
     "GPT, FSDP2",
     "GPT, pipeline of 4 micro-batches",
 )
@@ -264,10 +265,11 @@ def fit(turns: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> Link
     def residuals(given: np.ndarray) -> list[float]:
         known = fitted_turns(turns, links_of(given), options)
         errors = [math.log(each["predicted_s"] / statistics.median(each["steps_s"])) for each in known]
-        return [*errors, *(0.002 * (given - start))]  # what the turns cannot tell stays where it was
+        return [*errors, *(PULL * (given - usual))]  # what the turns cannot tell stays where it was
 
-    start = np.array([3.0, math.log(1.0), math.log(0.5), math.log(2e-4), math.log(1e-5), math.log(0.01)])
-    return links_of(least_squares(residuals, start).x)
+    usual = np.array([3.0, *map(math.log, (1.0, 1.0, 1e-4, 2e-5, 0.01))])
+    shifts = np.array([[0, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, -2], [0, -1, -1, 0, -1, 2]])
+    return links_of(min((least_squares(residuals, usual + each) for each in shifts), key=lambda found: found.cost).x)
 
 
 def run_rank(options: argparse.Namespace) -> Any:
@@ -318,13 +320,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     ends = (options.rates[0], options.rates[-1])
     known = [turn for rate in dict.fromkeys(ends) for turn in run_job(options, STAGES, rate, calibrated, None)]
     links = fit(known, options)
-    turns = []
+    turns, more = [], []
     for rate in options.rates:
         left = [name for name in options.settings if rate not in ends or name not in calibrated]
         turns += run_job(options, STAGES, rate, left, links)
     for rate in options.more_nodes_at:
-        turns += run_job(options, 2 * STAGES, rate, options.settings, links)
-    return {"links": asdict(links), "calibration": cases_of(fitted_turns(known, links, options)), **judged(turns)}
+        more += run_job(options, 2 * STAGES, rate, options.settings, links)
+    found = {"links": asdict(links), "calibration": cases_of(fitted_turns(known, links, options)), **judged(turns)}
+    # Four nodes share two cores, so that what one waits for speeds the others up: of that the planner knows nothing.
+    return found | ({"more_nodes": judged(more)} if more else {})
 
 
 def fitted_turns(turns: Sequence[Mapping[str, Any]], links: Links, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -406,11 +410,11 @@ def main() -> None:
             f"{each['error']:+.1%}",
             f"{each['naive_error']:+.1%}",
         ]
-        for each in found["cases"]
+        for each in [*found["cases"], *found.get("more_nodes", {"cases": []})["cases"]]
     ]
     show("Steps, predicted before they were measured", columns, rows)
     error = found["summary"]["error"]
-    print(f"Median error {error['median']:.1%}, worst {error['worst']:.1%}.")
+    print(f"On two nodes: median error {error['median']:.1%}, worst {error['worst']:.1%}.")
 
 
 if __name__ == "__main__":

@@ -83,6 +83,7 @@ def test_planned_steps(tmp_path: Path) -> None:
     numbers = [f"--{name}={value}" for name, value in tiny.items()]
     figures = run("planned_steps", tmp_path, *numbers, "--more-nodes-at", "--rates", "1gbit", "--settings", *settings)
     assert [each["setting"] for each in figures["calibration"]] == settings[:2]
+    assert "more_nodes" not in figures
     assert [each["setting"] for each in figures["cases"]] == settings[2:]
     assert all(each["predicted_at"] <= each["trained_at"] for each in figures["turns"]), "predicted before measured"
     assert figures["summary"].keys() == {"error", "naive_error"}

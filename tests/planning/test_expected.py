@@ -111,7 +111,6 @@ def test_a_run_that_is_over_is_planned_by_what_it_says_of_itself() -> None:
         ({"azureml_strategy.vm_size": "Standard_ND96isr_H900_v9"}, {}, {}),
         ({"throughput.unit": "samples"}, {}, {}),
         ({}, {"model/network/_target_": "mine.Network"}, {}),
-        ({}, {"trainer/precision": "32-true"}, {}),
         ({}, {"strategy/_target_": "azureml_strategy.strategies.PipelineStrategy"}, {}),
         ({}, {}, {"summary/devices": 2.0}),
         ({}, {}, {"summary/devices": 0.0}),

@@ -24,7 +24,7 @@ from azureml_strategy.planning.fitted import (
     Parameters,
     default_parameters,
 )
-from azureml_strategy.planning.least_squares import Floats, Residuals, Solution, solve, solve_nearby
+from azureml_strategy.planning.least_squares import Floats, Residuals, Solution, solve, solve_from
 from azureml_strategy.planning.networks import Network, named_network
 from azureml_strategy.planning.predict import Prediction, named_gpu, predict
 
@@ -357,8 +357,8 @@ def _left_out(
     columns = [unknowns.index(each) for each in own]
     rows = [*(row for row in range(len(cases)) if row != place), *(len(cases) + column for column in columns)]
     residuals = _residuals(others, own, known)
-    near = solve_nearby(residuals, found.unknowns[columns], found.slope[np.ix_(rows, columns)], _BOUND)
-    return case.predict(_with(known, own, near)).samples_per_second
+    near = solve_from(residuals, found.unknowns[columns], _BOUND, found.slope[np.ix_(rows, columns)])
+    return case.predict(_with(known, own, near.unknowns)).samples_per_second
 
 
 def _with_errors(

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
 from azureml_strategy.cluster.emulated import EMULATED_TAG
-from azureml_strategy.cluster.redaction import REDACTED
 from azureml_strategy.gpus import GPU, find_gpu, gpu_of
 from azureml_strategy.network.vm_sizes import VMSize, lookup_vm_size
 from azureml_strategy.planning.calibration import Observed
 from azureml_strategy.planning.candidates import own_settings, precision_on
 from azureml_strategy.planning.errors import PlanError
+from azureml_strategy.planning.past_run import logged_recipe
 from azureml_strategy.planning.predict import predict
 from azureml_strategy.planning.steps import STRATEGIES, Distribution
 from azureml_strategy.planning.workload import Workload, read_workload
-from azureml_strategy.tracking.source import OVERRIDES_TAG, RECIPE_TAG
 
 _RATE = "summary/samples_per_second"
 _MOST_WAIT = 0.1  # share of a step that waits for data, above which the rate is the loader's
 # A rate that is so many times what the GPUs compute without links, or a part of what is predicted, is of another step.
 _TOO_FAST, _TOO_SLOW = 5.0, 20.0
-# Sections that say where a run ran. Its batch does not depend on them.
-_PLACES = ("output_dir", "resume", "hydra", "job", "cluster", "checkpoint")
 _NETWORKS = {"infiniband": "infiniband", "socket": "ethernet", "roce": "ethernet"}
 _DIGITS = re.compile(r"[0-9a-f]{32}")
-_WORD = re.compile(r"[\w.-]{1,40}")
 
 
 class LoggedRun(Protocol):
@@ -95,7 +90,7 @@ def _observe(run: LoggedRun, recipe: str, workload_of: Callable[[str, tuple[str,
     nodes, devices = _whole(run, "summary/nodes"), _whole(run, "summary/devices")
     if devices % nodes:
         raise PlanError(f"it logged {devices} devices on {nodes} nodes, which do not have as many each.")
-    workload = workload_of(*_recipe(run, recipe))
+    workload = workload_of(*logged_recipe(run.tags, run.params, recipe))
     if run.tags.get("throughput.unit", workload.unit) != workload.unit:
         raise PlanError(f"it counted {run.tags['throughput.unit']}, and its recipe counts {workload.unit}.")
     arguments: dict[str, Any] = {
@@ -152,39 +147,6 @@ def _place(run: LoggedRun) -> tuple[VMSize | None, GPU]:
         seen = device or (size.name if size else "")
         raise PlanError(f"its GPU is not known ({seen!a})." if seen else "it names neither its GPU nor its VM size.")
     return size, gpu
-
-
-def _recipe(run: LoggedRun, own: str) -> tuple[str, tuple[str, ...]]:
-    """The recipe and the overrides that the run was started with, with what it resolved them to."""
-    name = run.tags.get(RECIPE_TAG)
-    if not name:
-        raise PlanError("it was no run of a recipe, so what it computed is not known.")
-    if not _WORD.fullmatch(name):
-        raise PlanError(f"its recipe has the name {name[:60]!a}.")
-    stem = re.sub(r"^.*[/\\]|\.yaml$", "", own)
-    try:
-        overrides = shlex.split(run.tags.get(OVERRIDES_TAG, ""))
-    except ValueError as error:
-        raise PlanError(f"its overrides cannot be read ({error}).") from error
-    # What a store says is not run: a class could be any program of this machine.
-    if any("_target_" in each or "_partial_" in each for each in overrides):
-        raise PlanError("an override of its names a class, which is not made from what a store says.")
-    return own if own and name == stem else name, (*_about_training(overrides), *_resolved(run))
-
-
-def _about_training(overrides: Sequence[str]) -> Iterator[str]:
-    for each in overrides:
-        section = re.split(r"[./@=]", each.lstrip("+~"))[0]
-        if section not in _PLACES and REDACTED not in each:
-            yield each
-
-
-def _resolved(run: LoggedRun) -> Iterator[str]:
-    """The run's batch and precision, which may depend on where it ran."""
-    for key in ("trainer.precision", "data.batch_size"):
-        value = run.params.get(key.replace(".", "/"), "")
-        if _WORD.fullmatch(value) and value != "None":
-            yield f"++{key}={value}"
 
 
 def _distribution(workload: Workload, devices: int) -> Distribution:

@@ -17,6 +17,7 @@ from azureml_strategy.planning.networks import Network, named_network
 from azureml_strategy.planning.steps import Distribution, StepTime, StrategyName, check_pipeline, make_step, time_step
 
 _HALVES = ("bf16", "16")
+_ADDED_BYTES = 12  # of a parameter: a batch's gradient and the sum of those before are read, and their sum is written
 _SAME_PEAK = 0.01  # data sheets round
 # Any machine whose step was measured: only the ratio of its two figures counts, for the shape of the step.
 _MEASURED = GPU(
@@ -155,7 +156,8 @@ def predict(
     timed = _time_computation(described, card, case, how, optimizer, measured, known, anchored)
     width = 2 if precision.startswith(_HALVES) else 4
     samples = batch_size / how.pieces
-    step = make_step(described, timed.computation, timed.optimizer_s, joined.fabric, width, how, samples)
+    times = timed.computation, timed.optimizer_s, timed.adding_s
+    step = make_step(described, *times, joined.fabric, width, how, samples)
     found = _with_skew(time_step(step), joined)
     return _prediction(described, how, found, timed, joined, batch_size, loader_rate, known)
 
@@ -239,6 +241,7 @@ def _replaced(tier: Tier, bandwidth_gb: float | None) -> Tier:
 class _Timed:
     computation: Computation
     optimizer_s: float
+    adding_s: float
     basis: str
     error: float
 
@@ -271,7 +274,8 @@ def _time_computation(
     piece = replace(case, batch_size=case.batch_size / how.pieces)
     # A launch is the host's: it is as much longer than assumed on every GPU.
     computation = _computation(network, gpu, piece, known, ratio * factor, ratio)
-    return _Timed(computation, ratio * _optimizer_s(network, gpu, moved, known), basis, error)
+    updated, added = (ratio * _optimizer_s(network, gpu, each, known) for each in (moved, _ADDED_BYTES))
+    return _Timed(computation, updated, added, basis, error)
 
 
 @dataclass(frozen=True)

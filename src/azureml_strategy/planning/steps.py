@@ -124,6 +124,7 @@ class Step:
         parts: the units of the network, in the order of the forward pass; in a pipeline for one micro-batch.
         gradients: elements of each parameter's gradient, and when it is complete: seconds of the backward pass.
         optimizer_s: seconds of the optimizer for all parameters on one GPU.
+        adding_s: seconds to add the gradients of a further batch to those that are there, of all parameters on one GPU.
         fabric: all GPUs.
         width: bytes of a parameter or activation that is sent: 2 in `bf16-mixed` and other halves, else 4.
         border_bytes: what a block passes on for one batch, in a pipeline for one micro-batch. A tensor-parallel group
@@ -135,6 +136,7 @@ class Step:
     parts: Sequence[Part]
     gradients: Sequence[tuple[float, float]]
     optimizer_s: float
+    adding_s: float
     fabric: Fabric
     width: int
     border_bytes: float
@@ -161,6 +163,7 @@ def make_step(
     network: Network,
     computation: Computation,
     optimizer_s: float,
+    adding_s: float,
     fabric: Fabric,
     width: int,
     how: Distribution,
@@ -204,7 +207,7 @@ def make_step(
         for each in network.operators.gradients
     ]
     border = samples * max(network.tokens, 1) * network.width * width
-    return Step(parts, gradients, optimizer_s, fabric, width, border, network.blocks, how)
+    return Step(parts, gradients, optimizer_s, adding_s, fabric, width, border, network.blocks, how)
 
 
 def check_pipeline(how: Distribution, batch_size: float, precision: str) -> None:
@@ -254,7 +257,7 @@ def _without_exchange(tasks: Tasks, step: Step) -> None:
     """The batches of an accumulated step that exchange nothing."""
     before = step.how.accumulate - 1
     if before:
-        tasks.add("accumulated batches", "compute", before * (step.forward_s + step.backward_s))
+        tasks.add("accumulated batches", "compute", before * (step.forward_s + step.backward_s + step.adding_s))
 
 
 def fill_buckets(gradients: Sequence[tuple[float, float]], cap: float, first: float) -> list[tuple[float, float]]:
@@ -364,7 +367,8 @@ def _sharded(step: Step) -> StepTime:
                     cost = group.collective_s("reduce_scatter", part.trained / share * reduced)
                     sent = tasks.add("scatter", "network", cost, computed)
                 before = (before[1], computed)
-    tasks.add("optimizer", "compute", step.optimizer_s / (group.size * tensor), sent)
+    own_s = step.optimizer_s + (step.how.accumulate - 1) * step.adding_s  # each rank's of its part
+    tasks.add("optimizer", "compute", own_s / (group.size * tensor), sent)
     return _run(tasks, group)
 
 
@@ -381,16 +385,17 @@ def _pipeline(step: Step) -> StepTime:
     stages, pieces = step.how.num_stages, step.how.micro_batches
     cut = _stages(step.parts, stages)
     forward = [sum(each.forward_s for each in stage) for stage in cut]
-    backward = [sum(each.backward_s for each in stage) for stage in cut]
+    trained = [sum(each.trained for each in stage) / max(step.trained, 1.0) for stage in cut]
+    added = [(pieces - 1) / pieces * step.adding_s * share for share in trained]
+    backward = [sum(each.backward_s for each in stage) + add for stage, add in zip(cut, added, strict=True)]
     replicas = step.fabric.size // stages
     across = step.fabric.nodes > 1
     at_once = min(replicas, step.fabric.per_node) if across else 1  # that share what joins the nodes
     sent = step.fabric.send_s(at_once * step.border_bytes, across=across)
     found = schedule_1f1b(forward, backward, pieces, [sent] * (stages - 1))
-    largest = max(sum(each.trained for each in stage) for stage in cut)
     group = step.fabric.inside_node(replicas) if replicas > 1 else None
-    reduced = group.collective_s("all_reduce", largest * step.width) if group else 0.0
-    updated = step.optimizer_s * largest / max(step.trained, 1.0)
+    reduced = group.collective_s("all_reduce", max(trained) * step.trained * step.width) if group else 0.0
+    updated = step.optimizer_s * max(trained)
     sends = 2 * (stages - 1) * sent
     bubble = max(found.bubble_s - sends, 0.0)
     return StepTime(found.busiest_s + updated, reduced + found.bubble_s - bubble, bubble)
