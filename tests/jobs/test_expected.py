@@ -39,9 +39,9 @@ def test_a_dry_run_shows_the_variable(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_recipe_of_ones_own_has_one(capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, own_recipe("runs/mine.yaml", "data: {batch_size: 16}"), SIZE)
+    found = told(capsys, own_recipe("runs/mine.yaml", "data: {batch_size: 64}"), SIZE)
     assert found is not None
-    assert found.samples_per_step == 16 * 8
+    assert found.samples_per_step == 64 * 8
 
 
 @pytest.mark.parametrize(

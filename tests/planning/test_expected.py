@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import shlex
+from pathlib import Path
+
 import pytest
 
 from azureml_strategy.network.vm_sizes import lookup_vm_size
 from azureml_strategy.planning import Distribution, PlanError, network_of_module, predict
-from azureml_strategy.planning.expected import expect_rate, has_own_network
+from azureml_strategy.planning.expected import expect_rate
 from azureml_strategy.planning.past_run import expect_run
 from azureml_strategy.planning.workload import read_workload
 
@@ -18,7 +22,7 @@ def test_images_of_all_gpus_with_accumulation() -> None:
     overrides = ["data.batch_size=256", "trainer.accumulate_grad_batches=2", "compile=off"]
     found = expect_rate("resnet50_imagenet", overrides, H100, 2)
     workload = read_workload("resnet50_imagenet", overrides)
-    network = network_of_module(workload.module, workload.make_batch(256), 256, "x")
+    network = network_of_module(workload.module, workload.make_batch(8), 8, "x")
     rate = predict(
         network,
         batch_size=256,
@@ -44,9 +48,9 @@ def test_tokens_not_sequences() -> None:
 
 
 def test_gpus_that_share_a_copy_read_one_batch() -> None:
-    words = ["strategy.num_stages=4", "data.batch_size=8"]
+    words = ["strategy.num_stages=4", "data.batch_size=32"]
     found = expect_rate("resnet50_pipeline", words, H100, 1)
-    assert found.samples_per_step == 8 * 8 / 4
+    assert found.samples_per_step == 32 * 8 / 4
     assert found.strategy == "PipelineStrategy"
 
 
@@ -54,7 +58,7 @@ def test_gpus_that_share_a_copy_read_one_batch() -> None:
     ("recipe", "size", "says"),
     [
         ("gpt_diloco", H100.name, "diloco, is not planned"),
-        ("finetune_lm", H100.name, "path"),
+        ("finetune_lm", H100.name, "FineTuner, which is not made"),
         ("resnet50_imagenet", "Standard_D4s_v3", "no GPU"),
         ("resnet50_imagenet", "Standard_NC144ds_XYZ9_v7", "no GPU"),
         ("resnet", H100.name, "no recipe"),
@@ -65,18 +69,61 @@ def test_what_cannot_be_expected_is_said(recipe: str, size: str, says: str) -> N
         expect_rate(recipe, [], lookup_vm_size(size), 1)
 
 
+PUT_TOGETHER = (
+    "+vars.a=_tar",
+    "+vars.b=get_",
+    "+vars.d='{${vars.a}${vars.b}: os.mkdir, path: it_ran}'",
+    "++model.warmup_epochs=${oc.create:${oc.decode:${vars.d}}}",
+)
+
+
 @pytest.mark.parametrize(
-    ("targets", "is_own"),
+    "overrides",
     [
-        (["azureml_strategy.models.ImageClassifier", "azureml_strategy.models.ResNet50"], True),
-        (["azureml_strategy.models.FineTuner"], False),
-        (["azureml_strategy.models.ImageClassifier", "torchvision.models.resnet50"], False),
-        (["mine.Model"], False),
-        ([], False),
+        ["model.network._target_=mine.Net"],
+        ["data._target_=mine.Data"],
+        ["model.network=${net}", "+net._target_=mine.Net"],
+        PUT_TOGETHER,
+        ["model=finetune_lm"],
     ],
 )
-def test_only_a_network_of_this_package_is_built_unasked(targets: list[str], is_own: bool) -> None:
-    assert has_own_network(targets) == is_own
+def test_no_code_but_ours_runs(overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tag of a store may hold any override, and `submit` makes nothing of the user's."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("import os, sys\nos.mkdir('it_ran')\nsys.exit(1)\n")
+    with pytest.raises(PlanError):
+        expect_rate("resnet50_imagenet", overrides, H100, 1)
+    tags = TAGS | {"azureml_strategy.overrides": shlex.join(overrides)}
+    assert expect_run(tags, PARAMS, METRICS) is None
+    assert not Path("it_ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size"), [("gpt_tensor_parallel", 8), ("gpt_pipeline", 2), ("resnet50_pipeline", 2)]
+)
+def test_auto_is_what_the_strategy_makes_of_it(recipe: str, size: int) -> None:
+    """A batch is that of the GPUs that hold one copy of the network together."""
+    workload = read_workload(recipe, ["data.batch_size=64"])
+    assert expect_rate(recipe, ["data.batch_size=64"], H100, 2).samples_per_step == 64 * 16 / size * workload.per_sample
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override"),
+    [
+        ("gpt_zero3", "strategy.offload_optimizer=true"),
+        ("resnet50_imagenet", "trainer.detect_anomaly=true"),
+        ("resnet50_imagenet", "data.batch_size=8"),
+        ("resnet50_imagenet", "strategy._target_=mine.Fast"),
+    ],
+)
+def test_what_the_planner_does_not_count_is_not_held_against_a_run(recipe: str, override: str) -> None:
+    with pytest.raises(PlanError):
+        expect_rate(recipe, [override], H100, 1)
+
+
+def test_the_time_of_a_plan_does_not_grow_with_the_batch() -> None:
+    small, large = (read_workload("gpt_ddp", [f"data.batch_size={size}"]) for size in (8, 10**9))
+    assert len(small.network.operators.listed) == len(large.network.operators.listed)
 
 
 TAGS = {
@@ -110,11 +157,13 @@ def test_a_run_that_is_over_is_planned_by_what_it_says_of_itself() -> None:
         ({"azureml_strategy.overrides": "data.nothing=3"}, {}, {}),
         ({"azureml_strategy.vm_size": "Standard_ND96isr_H900_v9"}, {}, {}),
         ({"throughput.unit": "samples"}, {}, {}),
-        ({}, {"model/network/_target_": "mine.Network"}, {}),
+        ({"azureml_strategy.overrides": "'a b=c' ==="}, {}, {}),
         ({}, {"strategy/_target_": "azureml_strategy.strategies.PipelineStrategy"}, {}),
         ({}, {}, {"summary/devices": 2.0}),
         ({}, {}, {"summary/devices": 0.0}),
         ({}, {}, {"summary/nodes": -1.0}),
+        ({}, {}, {"summary/nodes": math.inf}),
+        ({}, {}, {"summary/devices": math.inf}),
     ],
 )
 def test_a_run_that_cannot_be_planned_has_no_expectation(

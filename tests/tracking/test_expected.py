@@ -18,6 +18,7 @@ from azureml_strategy.tracking import JobMLFlowLogger, RunReport, ThroughputCall
 from azureml_strategy.tracking.expected import (
     EXPECTED_RATE_METRIC,
     EXPECTED_RATE_TAG,
+    LEAST_STEPS,
     ExpectedRate,
     RateCheck,
     RunSetting,
@@ -183,6 +184,7 @@ def test_a_wrong_variable_stops_no_run(
 def h100(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU of this machine has the name of a GPU, as there is none."""
     monkeypatch.setattr("azureml_strategy.tracking.report._gpu_model", lambda device: "H100")
+    monkeypatch.setattr("azureml_strategy.tracking.report.LEAST_STEPS", 1)
 
 
 @pytest.mark.usefixtures("h100")
@@ -222,6 +224,22 @@ def test_a_run_that_was_changed_is_not_judged(
     monkeypatch.setenv(EXPECTED_RATE_VARIABLE, replace(of_the_run(data, 1e9), **changed).to_text())
     logger, _ = fit(store, model, data, make_trainer)
     assert EXPECTED_RATE_TAG not in client.get_run(logger.run_id).data.tags
+
+
+@pytest.mark.usefixtures("h100")
+def test_a_few_steps_are_not_judged(
+    store: str, client: MlflowClient, model: Any, data: Any, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("azureml_strategy.tracking.report.LEAST_STEPS", LEAST_STEPS)
+    monkeypatch.setenv(EXPECTED_RATE_VARIABLE, of_the_run(data, 1e9).to_text())
+    logger, _ = fit(store, model, data, make_trainer)
+    assert EXPECTED_RATE_TAG not in client.get_run(logger.run_id).data.tags
+
+
+def test_a_comparison_of_other_nodes_is_not_that_of_a_resumed_run() -> None:
+    tags = {EXPECTED_RATE_TAG: EXPECTED.to_text(), "azureml_strategy.nodes": "2", "azureml_strategy.devices": "16"}
+    assert expected_of_run(tags) == EXPECTED
+    assert expected_of_run(tags | {"azureml_strategy.nodes": "1", "azureml_strategy.devices": "8"}) is None
 
 
 @pytest.mark.usefixtures("h100")

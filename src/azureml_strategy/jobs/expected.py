@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from azureml_strategy.cluster.environ import EXPECTED_RATE_VARIABLE
 from azureml_strategy.jobs.settings import ClusterSettings
 from azureml_strategy.network.vm_sizes import VMSize, lookup_vm_size
+
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import Command
@@ -16,32 +19,27 @@ if TYPE_CHECKING:
     from azureml_strategy.tracking.expected import ExpectedRate
 
 
-def expect_job(
-    recipe: str, overrides: Sequence[str], cluster: ClusterSettings, model_targets: Iterable[str]
-) -> ExpectedRate | None:
+def expect_job(recipe: str, overrides: Sequence[str], cluster: ClusterSettings) -> ExpectedRate | None:
     """Predict the rate of a recipe's job, without its data and without a request.
 
     Args:
         recipe: name of a shipped recipe, or path of a YAML file.
         overrides: overrides of one run.
         cluster: where it is to run.
-        model_targets: each `_target_` of the recipe's section `model`.
 
     Returns:
-        None for what cannot be planned: a size that nobody knows, some of a node's GPUs, a network of the user's own,
-        whose code is not run here, or one that needs its weights.
+        None for what cannot be planned: a size that nobody knows, some of a node's GPUs, a network or data of the
+        user's own, whose code is not run here, or a network that needs its weights.
     """
     size = _size(cluster)
     if size is None or cluster.processes_per_node not in (None, size.gpus):
         return None
-    from azureml_strategy.planning.errors import PlanError
-    from azureml_strategy.planning.expected import expect_rate, has_own_network
+    from azureml_strategy.planning.expected import expect_rate
 
-    if not has_own_network(model_targets):
-        return None
     try:
         return expect_rate(recipe, overrides, size, cluster.num_nodes)
-    except (PlanError, TypeError, ValueError):  # a value that is wrong is told by the job, or by its own check
+    except Exception as error:  # an expectation is advice: nothing that is wrong with it may stop a submission
+        _log.debug("No rate is expected of the job: %s", error)
         return None
 
 

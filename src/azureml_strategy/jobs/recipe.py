@@ -41,7 +41,6 @@ class JobRecipe:
         paths: further overrides, which give the run the paths of the job's inputs and outputs.
         own_modules: whether the recipe names a module of the current folder, so that the job needs that folder.
         sweep: the search whose trials run this; None for one job.
-        model_targets: each `_target_` of the recipe's section `model`.
     """
 
     recipe: Recipe
@@ -51,7 +50,6 @@ class JobRecipe:
     job: JobSettings
     own_modules: bool = False
     sweep: Sweep | None = None
-    model_targets: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:
@@ -83,7 +81,7 @@ class JobRecipe:
         """What predicts the job's rate; None for trials, which differ, and for a job that gets nothing of ours."""
         if self.sweep is not None or self.job.plain:
             return None
-        return partial(expect_job, self.path, self.overrides, self.cluster, self.model_targets)
+        return partial(expect_job, self.path, self.overrides, self.cluster)
 
 
 def plan_recipe(recipe: str, overrides: Sequence[str], sweep: Sweep | None = None) -> JobPlan:
@@ -124,8 +122,7 @@ def read_recipe(recipe: str, overrides: Sequence[str], sweep: Sweep | None = Non
             raise JobError(f"--sweep varies {both[0]}, and an override sets it too. Leave one of the two out.")
         sweep = _complete_sweep(sweep, config)
         paths = [*paths, *_trial_overrides(sweep, config)]
-    models = tuple(target for place, target in named if place.partition(".")[0] == "model")
-    return JobRecipe(found, tuple(overrides), tuple(paths), cluster, job, own_modules, sweep, models)
+    return JobRecipe(found, tuple(overrides), tuple(paths), cluster, job, own_modules, sweep)
 
 
 def _complete_sweep(sweep: Sweep, config: DictConfig) -> Sweep:

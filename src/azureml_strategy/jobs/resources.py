@@ -168,7 +168,8 @@ def _as_fast(size: VMSize, nodes: int, preferred: VMSize) -> list[str]:
         f"of one {each.size.name} ({each.size.gpus} {each.size.gpu_model}) {each.speed_up:.1f} times"
         for each in chosen.values()
     ]
-    return [f"At ResNet-50 the planner expects {' and '.join(told)} the rate of {nodes} x {size.name}."]
+    rates = f"At ResNet-50 the planner expects {' and '.join(told)} the rate of {nodes} x {size.name}"
+    return [f"{rates}; `plan` says whether your model fits."]
 
 
 def compute_name(size: VMSize, tier: str) -> str:

@@ -17,10 +17,13 @@ from azureml_strategy.planning.memory import CONTEXT, Memory
 from azureml_strategy.planning.predict import MeasuredStep, Prediction, predict
 from azureml_strategy.planning.steps import STRATEGIES, Distribution
 from azureml_strategy.planning.workload import Workload
+from azureml_strategy.strategies.model_parallel.module import HasTensorParallelPlan
 
 TIERS = ("dedicated", "low_priority")
 """Of Azure ML's compute clusters."""
 PriceOf = Callable[[VMSize], Price | None]
+
+_STRATEGIES = "azureml_strategy.strategies."
 
 
 @dataclass(frozen=True)
@@ -239,16 +242,15 @@ def _hours(workload: Workload, wanted: Wanted, found: Prediction) -> float | Non
 def _distributions(workload: Workload, wanted: Wanted, size: VMSize, nodes: int) -> Iterator[Distribution]:
     """The strategies to compare, with the settings of the recipe where it is the recipe's own."""
     own = workload.strategy if workload.strategy in STRATEGIES else "ddp"
+    per_node = workload.gpus_per_node or size.gpus or 1
     others = ("ddp", "deepspeed_stage_2", "deepspeed_stage_3", "model_parallel")
     # Recipes of the others give their strategy settings that these do not take.
     names = wanted.strategies or dict.fromkeys((own, *others) if own in others else (own,))
-    per_node = workload.gpus_per_node or size.gpus or 1
     for name in names:
         base = own_settings(workload, own) if name == own else Distribution(strategy=name)  # type: ignore[arg-type]
         base = replace(base, accumulate=workload.accumulate)
         if name == "pipeline":
-            stages = base.num_stages if base.num_stages > 1 else min(2, per_node * nodes)
-            yield replace(base, num_stages=stages)
+            yield replace(base, num_stages=base.num_stages if base.num_stages > 1 else _auto_stages(per_node * nodes))
         elif name == "model_parallel" and workload.network.blocks and base.tensor_parallel_size == 1:
             yield base
             if per_node > 1 and _shares_matrices(workload, per_node):
@@ -261,6 +263,30 @@ def _shares_matrices(workload: Workload, size: int) -> bool:
     """Whether so many GPUs can share the network's matrices: it has a plan, and its heads divide."""
     counts: Mapping[str, int] = getattr(workload.module, "tensor_parallel_counts", dict)()
     return bool(counts) and all(count % size == 0 for count in counts.values())
+
+
+def _auto_stages(processes: int) -> int:
+    """What `num_stages: auto` is: see strategies/pipeline."""
+    return min(2, processes)
+
+
+def own_distribution(workload: Workload, nodes: int, per_node: int) -> Distribution:
+    """The recipe's own strategy, with `auto` as it resolves it on so many GPUs of each node.
+
+    Raises:
+        PlanError: the strategy is not planned, or is a class of the user's.
+    """
+    target = str(workload.settings.get("_target_", _STRATEGIES))
+    if workload.strategy not in STRATEGIES or not target.startswith(_STRATEGIES):
+        name = workload.strategy if target.startswith(_STRATEGIES) else target
+        raise PlanError(f"The recipe's own strategy, {name}, is not planned.")
+    found = replace(own_settings(workload, workload.strategy), accumulate=workload.accumulate)
+    if workload.strategy == "pipeline" and workload.settings.get("num_stages") == "auto":
+        return replace(found, num_stages=_auto_stages(nodes * per_node))
+    is_auto = workload.settings.get("tensor_parallel_size") == "auto"
+    if workload.strategy == "model_parallel" and is_auto and isinstance(workload.module, HasTensorParallelPlan):
+        return replace(found, tensor_parallel_size=per_node)
+    return found
 
 
 def own_settings(workload: Workload, name: str) -> Distribution:
@@ -345,9 +371,7 @@ def predict_own(workload: Workload, size: VMSize, nodes: int) -> tuple[Distribut
     gpu = gpu_of(size)
     if gpu is None or not size.gpus:
         raise PlanError(f"{size.name} has no GPU whose peaks are known.")
-    if workload.strategy not in STRATEGIES:
-        raise PlanError(f"The recipe's own strategy, {workload.strategy}, is not planned.")
-    how = replace(own_settings(workload, workload.strategy), accumulate=workload.accumulate)
+    how = own_distribution(workload, nodes, size.gpus)
     return how, _predict(workload, Wanted(sizes=[size]), size, gpu, nodes, how, None)
 
 

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from azureml_strategy.gpus import gpu_of
 from azureml_strategy.network.vm_sizes import VMSize
 from azureml_strategy.planning.candidates import best_precision, predict_own
 from azureml_strategy.planning.errors import PlanError
+from azureml_strategy.planning.uncounted import refuse_uncounted
 from azureml_strategy.planning.workload import read_workload
 from azureml_strategy.tracking.expected import ExpectedRate
 
-_OWN = "azureml_strategy.models."
-_WITH_WEIGHTS = "FineTuner"
-
-
-def has_own_network(targets: Iterable[str]) -> bool:
-    """Whether a recipe's network is made of this package's classes alone, and needs no weights.
-
-    Such a network can be built anywhere at once: nothing is loaded, and no code of the user's runs.
-
-    Args:
-        targets: each `_target_` of the recipe's section `model`.
-    """
-    named = list(targets)
-    return bool(named) and all(each.startswith(_OWN) and not each.endswith(_WITH_WEIGHTS) for each in named)
+# Fewer images do not fill a GPU, and are planned up to three times too fast (docs/plan.md).
+_LEAST_IMAGES = 32
 
 
 def expect_rate(recipe: str, overrides: Sequence[str], size: VMSize, nodes: int) -> ExpectedRate:
     """Predict the rate of a recipe with its own strategy and settings, on all GPUs of so many nodes.
+
+    Only what the planner knows well enough to hold a run against it: no code of the user's runs.
 
     Args:
         recipe: name of a shipped recipe, or path of a YAML file.
@@ -37,13 +28,17 @@ def expect_rate(recipe: str, overrides: Sequence[str], size: VMSize, nodes: int)
         nodes: number of nodes.
 
     Raises:
-        PlanError: the recipe, or its strategy, cannot be planned, or the GPU is not known.
+        PlanError: the recipe, its classes, a setting or its strategy cannot be planned, the batch is small, or the GPU
+            is not known, or one of AMD's, whose data sheets alone are.
     """
-    workload = read_workload(recipe, overrides)
-    how, found = predict_own(workload, size, nodes)
     gpu = gpu_of(size)
-    if gpu is None:
-        raise PlanError(f"{size.name} has no GPU whose peaks are known.")
+    if gpu is None or gpu.driver.startswith("AMD"):
+        raise PlanError(f"{size.name} has no GPU whose rates are known.")
+    workload = read_workload(recipe, overrides, only_ours=True)
+    if workload.network.family == "convolutional" and workload.batch_size < _LEAST_IMAGES:
+        raise PlanError(f"Batches of {workload.batch_size} are planned too fast. Give {_LEAST_IMAGES} or more.")
+    how, found = predict_own(workload, size, nodes)
+    refuse_uncounted(workload.uncounted)
     per_step = workload.batch_size * how.accumulate * found.gpus / how.model_parallel_size
     return ExpectedRate(
         samples_per_second=found.samples_per_second * workload.per_sample,

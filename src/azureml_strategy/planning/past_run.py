@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from azureml_strategy.cluster.redaction import REDACTED
 from azureml_strategy.network.vm_sizes import lookup_vm_size
 from azureml_strategy.planning.errors import PlanError
-from azureml_strategy.planning.expected import expect_rate, has_own_network
+from azureml_strategy.planning.expected import expect_rate
 from azureml_strategy.tracking.expected import SIZE_TAGS, ExpectedRate, may_expect
 from azureml_strategy.tracking.source import OVERRIDES_TAG, RECIPE_TAG
 
 # Sections that say where a run ran. Its batch does not depend on them.
 _PLACES = ("output_dir", "resume", "hydra", "job", "cluster", "checkpoint")
+_MOST = 1e6  # nodes or devices; a larger number is a mistake
 _WORD = re.compile(r"[\w.-]{1,40}")
 
 
@@ -23,15 +24,14 @@ def expect_run(tags: Mapping[str, str], params: Mapping[str, str], metrics: Mapp
 
     Args:
         tags: of the MLflow run, with recipe, overrides and VM size.
-        params: of it, with the classes of the network.
+        params: of it.
         metrics: of it, with nodes, devices and the rate.
 
     Returns:
         None if it cannot be planned, or if the run says other GPUs, strategy or precision than the plan.
     """
-    nodes, devices = metrics.get("summary/nodes"), metrics.get("summary/devices")
-    targets = [text for name, text in params.items() if name.startswith("model/") and name.endswith("_target_")]
-    if not (may_expect(tags, metrics) and nodes and devices and has_own_network(targets)):
+    nodes, devices = (metrics.get(f"summary/{name}", 0.0) for name in ("nodes", "devices"))
+    if not (may_expect(tags, metrics) and 0 < nodes < _MOST and 0 < devices < _MOST):
         return None
     try:
         size = lookup_vm_size(next(tags[name] for name in SIZE_TAGS if tags.get(name)))
@@ -48,7 +48,7 @@ def logged_recipe(tags: Mapping[str, str], params: Mapping[str, str], own: str =
     """The recipe and the overrides that a run was started with, with the batch and the precision that it took.
 
     Args:
-        tags: of the MLflow run. Whoever may write to the store has written them: no class that they name is made.
+        tags: of the MLflow run. Whoever may write to the store has written them: read what they say with `only_ours`.
         params: of it.
         own: file of a recipe of one's own, which the run may be of; it knows the recipe's name alone.
 
@@ -65,9 +65,6 @@ def logged_recipe(tags: Mapping[str, str], params: Mapping[str, str], own: str =
         overrides = shlex.split(tags.get(OVERRIDES_TAG, ""))
     except ValueError as error:
         raise PlanError(f"its overrides cannot be read ({error}).") from error
-    # What a store says is not run: a class could be any program of this machine.
-    if any("_target_" in each or "_partial_" in each for each in overrides):
-        raise PlanError("an override of its names a class, which is not made from what a store says.")
     return own if own and name == stem else name, (*_about_training(overrides), *_resolved(params))
 
 

@@ -13,6 +13,7 @@ from azureml_strategy.planning.predict import predict
 
 YARDSTICK = "resnet50"
 """The network by which sizes are compared: the one of the reference architecture's chart."""
+_LEAST = 1.1  # times as fast: less is within what the planner does not know
 _IMAGES = 64  # of a step and GPU: the batch of that chart, which the smallest GPU, a K80, holds
 
 
@@ -22,7 +23,7 @@ class LargerNode:
 
     Attributes:
         size: of the node.
-        speed_up: its expected rate divided by that of the several nodes, 1 or more.
+        speed_up: its expected rate divided by that of the several nodes, more than 1.
     """
 
     size: VMSize
@@ -30,7 +31,10 @@ class LargerNode:
 
 
 def nodes_worth(size: VMSize, nodes: int, offered: Iterable[VMSize]) -> list[LargerNode]:
-    """Single nodes that are expected to train ResNet-50 at least as fast as several, the slowest of them first.
+    """Single nodes that are expected to train ResNet-50 faster than several, the slowest of them first.
+
+    Their GPUs have at least as much memory, so that what trains with a whole copy on each fits. What is cut over all GPUs
+    may need more.
 
     Args:
         size: of the several nodes.
@@ -44,7 +48,9 @@ def nodes_worth(size: VMSize, nodes: int, offered: Iterable[VMSize]) -> list[Lar
     found = []
     for each in offered:
         gpu, alone = gpu_of(each), _rate(each, 1)
-        if gpu is not None and alone is not None and _is_amd(gpu) == _is_amd(own) and alone >= together:
+        if gpu is None or alone is None or _is_amd(gpu) != _is_amd(own):
+            continue
+        if alone >= _LEAST * together and (each.gpu_memory_gb or 0) >= (size.gpu_memory_gb or 0):
             found.append(LargerNode(each, alone / together))
     return sorted(found, key=lambda node: node.speed_up)
 

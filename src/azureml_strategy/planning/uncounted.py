@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+
+from azureml_strategy.planning.errors import PlanError
 
 _UNLESS: dict[str, tuple[Any, ...]] = {
     # every value but these changes what is predicted
@@ -31,6 +34,24 @@ _UNLESS: dict[str, tuple[Any, ...]] = {
     "trainer.detect_anomaly": (None, False),
     "trainer.profiler": (None,),
 }
+
+
+# They end a run, or cut it elsewhere by a little.
+_HARMLESS = ("trainer.max_time=", "strategy.partition=")
+
+
+def refuse_uncounted(settings: Iterable[str]) -> None:
+    """Refuse settings that make a run another one than the plan.
+
+    Args:
+        settings: from `uncounted_settings`.
+
+    Raises:
+        PlanError: there is one.
+    """
+    refused = [each for each in settings if not each.startswith(_HARMLESS)]
+    if refused:
+        raise PlanError(f"The planner does not count {', '.join(refused)}.")
 
 
 def uncounted_settings(config: DictConfig) -> tuple[str, ...]:

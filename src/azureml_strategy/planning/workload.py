@@ -22,12 +22,17 @@ from azureml_strategy.planning.networks import Network, network_of_module
 from azureml_strategy.planning.optimizer_kind import optimizer_kind
 from azureml_strategy.planning.run_length import run_length
 from azureml_strategy.planning.uncounted import uncounted_settings
-from azureml_strategy.training.checks import compose_recipe
+from azureml_strategy.training.checks import compose_recipe, target_nodes
 from azureml_strategy.training.recipes import RecipeError, find_recipe
 from azureml_strategy.training.resolvers import register_resolvers
 from azureml_strategy.training.targets import make, own_modules
 
 _BY_GPU = "by the GPU"
+# Where our classes lie that a planner makes, or whose kind it looks up.
+_OWN = {"model": "azureml_strategy.models.", "data": "azureml_strategy.data."}
+_WITH_WEIGHTS = "FineTuner"
+_TRACED = 8  # samples of the batch that is followed; `predict` scales it, and time does not grow with the batch
+_WHY_NOT = "code that is not of this package does not run, and no weights are read. `azureml-strategy plan` does both."
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +90,14 @@ class Workload:
     make_batch: Callable[[int], Any]
 
 
-def read_workload(recipe: str, overrides: Sequence[str]) -> Workload:
+def read_workload(recipe: str, overrides: Sequence[str], *, only_ours: bool = False) -> Workload:
     """Read a recipe as a machine with GPUs resolves it. Neither its data nor a GPU is needed.
+
+    Args:
+        recipe: name of a shipped recipe, or path of a YAML file.
+        overrides: overrides of one run.
+        only_ours: refuse a recipe that names other classes for its model or data than those of this package, before
+            any of them is imported, and one that starts from weights.
 
     Raises:
         PlanError: the recipe or an override is misspelt, or what it trains cannot be known from here.
@@ -100,11 +111,23 @@ def read_workload(recipe: str, overrides: Sequence[str]) -> Workload:
                 hydra = config.pop("hydra")
                 config.output_dir = ""
             with _as_on_a_gpu():
+                if only_ours:
+                    _refuse_foreign(config)
                 return _workload(recipe, overrides, config, hydra)
     except RecipeError as error:
         raise PlanError(str(error)) from error
     except OmegaConfBaseException as error:
         raise PlanError(f"The recipe cannot be resolved: {str(error).splitlines()[0]}") from error
+
+
+def _refuse_foreign(config: DictConfig) -> None:
+    """Refuse classes that are not ours, as they are when all is filled in: a text may be put together of others."""
+    for section, own in _OWN.items():
+        content = OmegaConf.to_container(config[section], resolve=True)
+        for place, node in target_nodes(content, section):
+            target = str(node["_target_"])
+            if not target.startswith(own) or target.endswith(_WITH_WEIGHTS):
+                raise PlanError(f"{place} is a {target}, which is not made here: {_WHY_NOT}")
 
 
 @contextmanager
@@ -122,6 +145,7 @@ def _workload(recipe: str, overrides: Sequence[str], config: DictConfig, hydra: 
     batch_size = OmegaConf.select(config, "data.batch_size")
     if not isinstance(batch_size, int) or batch_size < 1:
         raise PlanError(f"data.batch_size is {batch_size!r}. Give the samples of a step and process, such as 32.")
+    traced = min(batch_size, _TRACED)
     trainer, shape = config.trainer, _shape(config)
     module = _module(config)
     make_batch = partial(_batch, module, shape)
@@ -132,7 +156,7 @@ def _workload(recipe: str, overrides: Sequence[str], config: DictConfig, hydra: 
     return Workload(
         recipe=recipe,
         overrides=tuple(overrides),
-        network=network_of_module(module, make_batch(batch_size), batch_size, name),
+        network=network_of_module(module, make_batch(traced), traced, name),
         batch_size=batch_size,
         precision=None if str(trainer.precision) == _BY_GPU else _precision(trainer.precision),
         compiled=_compiles(config, "strategy.compile", "model.compile"),

@@ -23,6 +23,8 @@ LEAST_SHARE = 0.7
 _SAME_STEP = 0.05
 _LARGEST = 1e15  # no machine is as fast; larger numbers of a text are mistakes
 _DIGITS = 6
+LEAST_STEPS = 20
+"""Measured steps of a run that can be held against a plan: fewer are a try, or profiled, or just begun."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +123,15 @@ def expected_in_job(environ: Mapping[str, str]) -> ExpectedRate | None:
 
 
 def expected_of_run(tags: Mapping[str, str]) -> ExpectedRate | None:
-    """The expected rate with which a run was compared at its end, by its tags; None for an emulated run."""
-    return None if tags.get(EMULATED_TAG) == "true" else parse_expected_rate(tags.get(EXPECTED_RATE_TAG, ""))
+    """The expected rate with which a run was compared at its end, by its tags.
+
+    None for an emulated run, and for one that was resumed on other nodes than those of the comparison.
+    """
+    found = None if tags.get(EMULATED_TAG) == "true" else parse_expected_rate(tags.get(EXPECTED_RATE_TAG, ""))
+    if found is None:
+        return None
+    own = {f"azureml_strategy.{name}": str(getattr(found, name)) for name in ("nodes", "devices")}
+    return found if all(tags.get(name, value) == value for name, value in own.items()) else None
 
 
 def may_expect(tags: Mapping[str, str], metrics: Mapping[str, float]) -> bool:

@@ -34,6 +34,7 @@ from azureml_strategy.tracking.cost import find_cost
 from azureml_strategy.tracking.expected import (
     EXPECTED_RATE_METRIC,
     EXPECTED_RATE_TAG,
+    LEAST_STEPS,
     RateCheck,
     RunSetting,
     expected_in_job,
@@ -195,6 +196,8 @@ def check_rate(trainer: Trainer) -> RateCheck | None:
     expected, throughput = expected_in_job(os.environ), find_throughput(trainer)
     summary = throughput.summary() if throughput else None
     if expected is None or throughput is None or summary is None or is_emulated(os.environ):
+        return None
+    if summary.steps < LEAST_STEPS:
         return None
     setting = _setting(trainer, throughput.unit, summary)
     return RateCheck(expected, summary.samples_per_second) if expected.applies_to(setting) else None

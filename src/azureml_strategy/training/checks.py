@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -214,12 +214,19 @@ def _explain(recipe: Recipe, overrides: Sequence[str], error: Exception) -> str:
     except _UNCOMPOSABLE:
         plain = OmegaConf.create()
     known = list(_keys(plain))
-    for override in OverridesParser.create().parse_overrides([each for each in overrides if "=" in each]):
+    for override in _readable(overrides):
         near = _near_override(override, known)
         if near:
             words = words.split("\nAvailable options in ")[0]  # the near ones are named, the search path helps nobody
             return f"The override {override.input_line!r} does not fit recipe {recipe.name!r}. {near}\n{words}"
     return f"Recipe {recipe.name!r} cannot be composed: {words}{_hiding(recipe)}"
+
+
+def _readable(overrides: Sequence[str]) -> Iterator[Override]:
+    """The overrides that Hydra can read; of another one its own message tells."""
+    for each in (text for text in overrides if "=" in text):
+        with suppress(HydraException):
+            yield OverridesParser.create().parse_override(each)
 
 
 def _near_override(override: Override, known: list[str]) -> str:
