@@ -33,8 +33,8 @@ class LargerNode:
 def nodes_worth(size: VMSize, nodes: int, offered: Iterable[VMSize]) -> list[LargerNode]:
     """Single nodes that are expected to train ResNet-50 faster than several, the slowest of them first.
 
-    Their GPUs have at least as much memory, so that what trains with a whole copy on each fits. What is cut over all GPUs
-    may need more.
+    Their GPUs have at least as much memory, and what trains with a whole copy on each fits. What is cut over all
+    GPUs may need more.
 
     Args:
         size: of the several nodes.
