@@ -30,7 +30,7 @@ def log_run(store: str, nodes: int, rate: float, device: str = "NVIDIA A100 80GB
     }
     logger = JobMLFlowLogger(tracking_uri=store, tags=tags)
     logger.log_hyperparams({"trainer/precision": "bf16-mixed"})
-    figures = {"samples_per_second": rate, "nodes": nodes, "devices": nodes}
+    figures = {"samples_per_second": rate, "nodes": nodes, "devices": nodes, "steps": 500}
     logger.log_metrics({f"summary/{name}": float(value) for name, value in figures.items()}, step=100)
     logger.finalize()
     return str(logger.run_id)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from azureml_strategy.planning import Distribution, PlanError, predict
+from azureml_strategy.planning import Distribution, PlanError, named_network, predict
 from azureml_strategy.planning.calibration import Calibration, Observed, calibrate
 from azureml_strategy.planning.calibration_file import read_calibration, write_calibration
 from azureml_strategy.planning.fitted import Parameters, default_parameters
@@ -261,6 +263,26 @@ def test_a_file_that_is_no_calibration_is_said_to_be_none(content: str) -> None:
         ("place", "[]"),
         ("before", "null"),
         ("told", '1, "of": 2'),
+        ("told", "1"),
+        ("at_bound", '"no"'),
+        ("error", "9000"),
+        ("error", "true"),
+        ("inside_error", "1.5"),
+        ("slowdown", "9000"),
+        ("gpu", '"A1000"'),
+        ("family", '"recurrent"'),
+        ("precision", '"bf17"'),
+        ("compiled", '"false"'),
+        ("compiled", "0"),
+        ("source", "3"),
+        ("vm_size", '"banana"'),
+        ("vm_size", '"Standard_ND96asr_v4"'),
+        ("network", '"token ring"'),
+        ("calibration", '{"a": "b"}'),
+        ("version", "1"),
+        ("parameters", "1.5"),
+        ("smallest_batch", "-1"),
+        ("measured", "true"),
     ],
 )
 def test_a_file_with_a_value_that_makes_no_sense_is_no_calibration(name: str, value: str) -> None:
@@ -269,6 +291,87 @@ def test_a_file_with_a_value_that_makes_no_sense_is_no_calibration(name: str, va
     changed = re.sub(rf'"{name}": (?:"[^"]*"|[^,\n]+)', lambda _: f'"{name}": {value}', content, count=1)
     with pytest.raises(PlanError, match=r"ours\.json is no calibration"):
         read_calibration(changed, "ours.json")
+
+
+def test_an_empty_file_and_names_that_are_none_are_no_calibration() -> None:
+    values = json.loads(write_calibration(calibrate(observed(arguments(1, 1)))))
+    for part in ("corrections", "fits", "numbers"):
+        with pytest.raises(PlanError, match=r"ours\.json is no calibration"):
+            read_calibration(json.dumps(values | {part: []}), "ours.json")
+    values["fits"][0]["name"] = ["run 0"]
+    with pytest.raises(PlanError, match=r"name is \['run 0'\]"):
+        read_calibration(json.dumps(values), "ours.json")
+
+
+def test_a_calibration_of_another_version_says_so() -> None:
+    values = json.loads(write_calibration(calibrate(observed(arguments(1, 1)))))
+    assert values["version"] == version("azureml-strategy")
+    again = read_calibration(json.dumps(values | {"version": "0.0.7"}), "ours.json")
+    assert again.lines()[0].startswith("This calibration was made by azureml-strategy 0.0.7, and this is ")
+    assert again.lines()[1:] == calibrate(observed(arguments(1, 1))).lines()
+
+
+def spread(given: Mapping[str, Any], calibration: Calibration | None) -> float:
+    rates = predict(**given, parameters=calibration.parameters if calibration else None)
+    return rates.high / rates.samples_per_second - 1
+
+
+def test_repeats_of_one_setting_say_little_of_other_settings() -> None:
+    one = {"network": "resnet50", "batch_size": 256, "gpu": "A100", "optimizer": "sgd"}
+    rates = predict(**one).samples_per_second * np.random.default_rng(1).normal(0.9, 0.01, size=10)
+    runs = [Observed(f"run {place}", one, rate) for place, rate in enumerate(rates)]
+    found, two = calibrate(runs), calibrate(runs[:3])
+    assert spread(one, found) == pytest.approx(spread(one, two), abs=0.01)
+    assert 0.04 < spread(one, found) < 0.07
+    for other in (one | {"batch_size": 8}, one | {"batch_size": 257}, one | {"network": "resnet152"}):
+        assert spread(one, found) < 0.07 < spread(other, found) <= spread(other, None)
+    compiled = one | {"compiled": True}
+    assert spread(compiled, found) < spread(compiled | {"batch_size": 8}, found)
+
+
+def test_a_network_is_known_again_by_what_it_computes() -> None:
+    one = arguments(1, 1, network=named_network("gpt_350m"))
+    found = calibrate(observed(one, one | {"batch_size": 16}))
+    renamed = one | {"network": replace(named_network("gpt_350m"), name="ours"), "batch_size": 12}
+    assert spread(renamed, found) == spread(one, found) < spread(one | {"network": "gpt_1b"}, found)
+    again = read_calibration(write_calibration(found).decode(), "ours.json")
+    assert spread(renamed, again) == spread(renamed, found)
+
+
+def test_runs_inside_one_node_say_nothing_of_what_crosses_nodes() -> None:
+    cases = [arguments(1, gpus, batch_size=batch) for gpus, batch in ((2, 8), (4, 8), (8, 8), (8, 4), (8, 16))]
+    found = calibrate(observed(*cases))
+    (adjusted,) = found.parameters.adjustments.values()
+    assert adjusted.error is None
+    assert adjusted.inside_error is not None
+    assert "bandwidth between nodes" in found.lines()[-1].partition("Not told")[2]
+    # Small batches, so that communication is most of a step: what is known of it without runs bounds the range.
+    wide = predict(**arguments(16, batch_size=4), parameters=found.parameters)
+    share = wide.communication_s / wide.step_s
+    assert share > 0.05
+    assert wide.high / wide.samples_per_second - 1 >= share * default_parameters().errors["infiniband"]
+    assert spread(arguments(1), found) < spread(arguments(1), None)
+
+
+def test_the_error_between_nodes_is_that_of_runs_on_several() -> None:
+    inside = [arguments(1, gpus) for gpus in (2, 4, 8)]
+    across = [arguments(2), arguments(4), arguments(8), arguments(4, batch_size=16)]
+    together = calibrate(observed(*inside, *across)).parameters.adjustments
+    ((error, inside_error),) = ((each.error, each.inside_error) for each in together.values())
+    assert error is not None
+    assert inside_error is not None
+    assert error != inside_error
+
+
+def test_a_number_that_ended_at_its_bound_is_named() -> None:
+    one = arguments(1, 1)
+    rate = predict(**one).samples_per_second
+    stuck = calibrate([Observed("stuck", one, rate / 3000)])
+    (line,) = [each for each in stuck.lines() if each.startswith("Ended at the bound")]
+    assert "time of a step's kernels (A100, transformer, bf16-mixed, eager)" in line
+    assert not any(each.at_bound for each in calibrate([Observed("slow", one, rate / 3)]).numbers)
+    (correction,) = stuck.parameters.corrections.values()
+    assert correction.error == 1  # of the fit, which is larger than what is assumed
 
 
 @pytest.mark.parametrize("rate", [0.0, -3.0, math.nan, math.inf])

@@ -28,7 +28,12 @@ TAGS = {
     "throughput.unit": "images",
 }
 PARAMS = {"trainer/precision": "bf16-mixed", "data/batch_size": "128"}
-METRICS = {"summary/samples_per_second": 1500.0, "summary/nodes": 1.0, "summary/devices": 1.0}
+METRICS = {
+    "summary/samples_per_second": 1500.0,
+    "summary/steps": 500.0,
+    "summary/nodes": 1.0,
+    "summary/devices": 1.0,
+}
 
 
 @pytest.fixture
@@ -121,8 +126,13 @@ def test_a_recipe_of_ones_own_is_found_by_the_planned_file(log_run: Callable[...
         ({}, {"summary/samples_per_second": -3.0}, "it logged -3"),
         ({}, {"summary/samples_per_second": math.inf}, "it logged"),
         ({}, {"summary/samples_per_second": 1e300}, "expected. So large a difference"),
-        ({}, {"summary/samples_per_second": 1e-9}, "expected. So large a difference"),
-        ({}, {"summary/data_wait_share": 0.34}, "waited for data in 34% of its steps"),
+        ({}, {"summary/samples_per_second": 1e-9}, "expected. Below 0.3 of it a machine"),
+        ({}, {"summary/samples_per_second": 150.0}, "expected. Below 0.3 of it a machine"),
+        ({}, {"summary/steps": 19.0}, "measured 19 steps"),
+        ({}, {"summary/steps": None}, "measured 0 steps"),
+        ({}, {"summary/steps": math.nan}, "measured nan steps"),
+        ({}, {"summary/data_wait_share": 0.34}, "waited for data in 34% of its steps' time"),
+        ({}, {"summary/data_wait_share": math.nan}, "waited for data in nan%"),
         ({}, {"summary/nodes": None}, "logged no summary/nodes"),
         ({}, {"summary/devices": 1e18}, "it logged 1e+18 as summary/devices"),
         ({}, {"summary/devices": 2.5}, "it logged 2.5 as summary/devices"),

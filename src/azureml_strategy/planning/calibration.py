@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from azureml_strategy import __version__
 from azureml_strategy.cluster.job import count
 from azureml_strategy.gpus import gpu_of
 from azureml_strategy.network.vm_sizes import lookup_vm_size
@@ -22,6 +23,7 @@ from azureml_strategy.planning.fitted import (
     Correction,
     LinkKey,
     Parameters,
+    SeenNetwork,
     default_parameters,
 )
 from azureml_strategy.planning.least_squares import Floats, Residuals, Solution, solve, solve_from
@@ -37,6 +39,7 @@ Quantity = Literal["computation", "inside", "across", "latency", "slowdown", "sk
 _SPREAD: Mapping[Quantity, float] = {"inside": 1.5, "across": 1.5, "latency": 1.0, "slowdown": 1.0, "skew": 0.7}
 _NOISE = 0.01  # by which two runs of the same kind differ, relative
 _BOUND = 4.6  # of a logarithm: a factor of 100
+_AT_BOUND = 0.99  # share of it: the search stays within the bounds
 _SLOW = -1.5  # of a bandwidth's logarithm, a second start: from a fast link alone, its traffic may be all hidden
 _GOOD = 4.0  # a sum of squares for each run: an error of twice the noise
 _TOLD = 0.7  # a number is told if its standard deviation is less than this part of its spread
@@ -45,6 +48,7 @@ _MOST_ERROR = 1.0
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 # In this order numbers are freed, as there are runs that can tell them.
 _FURTHER: tuple[Quantity, ...] = ("slowdown", "latency", "skew")
+_BETWEEN_NODES: tuple[Quantity, ...] = ("across", *_FURTHER)  # what a plan of several nodes rests on
 _WORDS: Mapping[Quantity, str] = {
     "computation": "time of a step's kernels",
     "inside": "bandwidth inside a node",
@@ -110,6 +114,7 @@ class FittedNumber:
         after: its value.
         unit: of both.
         told: whether the runs tell it; if not, it is about where it was.
+        at_bound: whether the fit ended at the largest factor that it tries, or its inverse.
     """
 
     what: str
@@ -118,6 +123,7 @@ class FittedNumber:
     after: float
     unit: str
     told: bool
+    at_bound: bool
 
     def text(self) -> str:
         """The number in words."""
@@ -132,11 +138,13 @@ class Calibration:
         parameters: for `predict` and `make_plan`.
         fits: one for each run.
         numbers: what was fitted.
+        version: of azureml-strategy, whose numbers these are relative to.
     """
 
     parameters: Parameters
     fits: tuple[Fit, ...]
     numbers: tuple[FittedNumber, ...]
+    version: str
 
     def errors(self, which: Literal["before", "after", "naive", "left_out"]) -> list[float]:
         """Absolute relative errors of all runs that have such a prediction."""
@@ -147,13 +155,23 @@ class Calibration:
         held_out = self.errors("left_out")
         each = f"Each from the others: {_spread(held_out)}, of {count(len(held_out), 'run')}."
         told, untold = _by_place(self.numbers, True), _by_place(self.numbers, False)
+        ended = ", ".join(f"{each.what} ({each.place})" for each in self.numbers if each.at_bound)
         return [
+            *([] if self.version == __version__ else [_of_another_version(self.version)]),
             f"With a {self.parameters.name}: {_spread(self.errors('after'))}; without it: "
             f"{_spread(self.errors('before'))}; the naive model: {_spread(self.errors('naive'))}.",
             each if held_out else "No run could be predicted from the others, so these errors are of the fit alone.",
             *([f"Fitted: {told}."] if told else []),
+            *([f"Ended at the bound of a factor of 100, so its cause is another: {ended}."] if ended else []),
             *([f"Not told by these runs, and so left about as it was: {untold}."] if untold else []),
         ]
+
+
+def _of_another_version(version: str) -> str:
+    return (
+        f"This calibration was made by azureml-strategy {version}, and this is {__version__}: its factors are relative "
+        "to that version's numbers. Make it anew with --calibrate RUN."
+    )
 
 
 def _by_place(numbers: Sequence[FittedNumber], told: bool) -> str:
@@ -199,8 +217,8 @@ def calibrate(observed: Sequence[Observed], parameters: Parameters | None = None
         for case, old, new, held in zip(cases, before, after, left_out, strict=True)
     )
     named = replace(fitted, name=_name(cases))
-    numbers = tuple(_numbers(unknowns, found.deviations, known, fitted))
-    return Calibration(_with_errors(named, known, cases, after, fits), fits, numbers)
+    numbers = tuple(_numbers(unknowns, found, known, fitted))
+    return Calibration(_with_errors(named, known, cases, after, fits), fits, numbers, __version__)
 
 
 def _name(cases: Sequence[_Case]) -> str:
@@ -371,51 +389,80 @@ def _with_errors(
     rows = list(zip(cases, after, fits, strict=True))
     corrections, adjustments = dict(fitted.corrections), dict(fitted.adjustments)
     for key in {each.compute for each in cases}:
-        own = [fit for case, _, fit in rows if case.compute == key and case.kind != "across"]
-        own = own or [fit for case, _, fit in rows if case.compute == key]
-        error = _expected(own, [1.0] * len(own), known.errors["same_gpu"])
-        corrections[key] = replace(corrections[key], error=error, source=fitted.name)
+        of_key = [(case, fit, 1.0) for case, _, fit in rows if case.compute == key]
+        error = _expected([each for each in of_key if each[0].kind != "across"] or of_key, known.errors["same_gpu"])
+        range_ = _range([case for case, *_ in of_key])
+        corrections[key] = replace(corrections[key], error=error, source=fitted.name, **range_)
     for link in {each.link for each in cases if each.link is not None}:
-        of_link = [(each, fit) for case, each, fit in rows if case.link == link]
-        shares = [each.communication_s / each.step_s for each, _ in of_link]
-        error = _expected([fit for _, fit in of_link], shares, known.errors[link[1]])
-        adjustments[link] = replace(adjustments[link], error=error, source=fitted.name)
+        of_link = [(case, fit, each.communication_s / each.step_s) for case, each, fit in rows if case.link == link]
+        errors = {
+            kind: _expected(own, known.errors[link[1] if kind == "across" else "infiniband"])
+            for kind in _KINDS
+            if (own := [each for each in of_link if each[0].kind == kind])
+        }
+        adjustments[link] = replace(
+            adjustments[link],
+            error=errors.get("across"),
+            inside_error=errors.get("inside"),
+            source=fitted.name,
+        )
     return replace(fitted, corrections=corrections, adjustments=adjustments)
 
 
-def _expected(fits: Sequence[Fit], shares: Sequence[float], assumed: float) -> float:
+def _range(cases: Sequence[_Case]) -> dict[str, Any]:
+    """The networks and the batches of runs, as `Correction` has them."""
+    networks = [each.arguments["network"] for each in cases]
+    seen = dict.fromkeys(SeenNetwork(each.name, each.parameters, each.flops) for each in networks)
+    batches = [float(each.arguments["batch_size"]) for each in cases]
+    return {"networks": tuple(seen), "smallest_batch": min(batches), "largest_batch": max(batches)}
+
+
+def _expected(rows: Sequence[tuple[_Case, Fit, float]], assumed: float) -> float:
     """The relative error to expect of a part of a step, from the errors of whole steps and that part's share of each.
 
-    Without a run that was predicted from others, it is the assumed one, or that of the fit if it is larger.
+    Runs of the same setting count as one: that they repeat one another says nothing of other settings. Without a run
+    that was predicted from others, it is the assumed one, or that of the fit if it is larger.
     """
+    settings: dict[tuple[Any, ...], tuple[list[Fit], float]] = {}
+    for case, fit, share in rows:
+        settings.setdefault(case.setting, ([], share))[0].append(fit)
     held_out = [
-        (error, share) for fit, share in zip(fits, shares, strict=True) if (error := fit.error("left_out")) is not None
+        (square, share)
+        for fits, share in settings.values()
+        if (square := _mean_square([each.error("left_out") for each in fits])) is not None
     ]
-    whole = sum(share**2 for share in shares) or 1.0
+    whole = sum(share**2 for _, share in settings.values()) or 1.0
     if not held_out:
-        squares = sum((fit.after / fit.measured - 1) ** 2 for fit in fits)
+        squares = sum(_mean_square([each.error("after") for each in fits]) or 0.0 for fits, _ in settings.values())
         return min(max(assumed, math.sqrt(squares / whole)), _MOST_ERROR)
-    one = whole / len(shares)
-    squares = assumed**2 * one + sum(error**2 for error, _ in held_out)
+    one = whole / len(settings)
+    squares = assumed**2 * one + sum(square for square, _ in held_out)
     return min(math.sqrt(squares / (one + sum(share**2 for _, share in held_out))), _MOST_ERROR)
 
 
+def _mean_square(errors: Sequence[float | None]) -> float | None:
+    known = [each**2 for each in errors if each is not None]
+    return sum(known) / len(known) if known else None
+
+
 def _numbers(
-    unknowns: Sequence[_Unknown], deviations: Floats, known: Parameters, fitted: Parameters
+    unknowns: Sequence[_Unknown], found: Solution, known: Parameters, fitted: Parameters
 ) -> Iterator[FittedNumber]:
-    for unknown, deviation in zip(unknowns, deviations.tolist(), strict=True):
-        yield _number(unknown, known, fitted, deviation < _TOLD * unknown.spread)
+    for unknown, logarithm, deviation in zip(unknowns, found.unknowns.tolist(), found.deviations.tolist(), strict=True):
+        told = deviation < _TOLD * unknown.spread
+        yield _number(unknown, known, fitted, told, abs(logarithm) > _AT_BOUND * _BOUND)
     for link in dict.fromkeys(each.link for each in unknowns if each.link is not None):
-        fixed = set(_FURTHER) - {each.quantity for each in unknowns if each.link == link}
-        yield from (_number(_Unknown(each, link=link), known, fitted, False) for each in _FURTHER if each in fixed)
+        free = {each.quantity for each in unknowns if each.link == link}
+        fixed = [each for each in _BETWEEN_NODES if each not in free]
+        yield from (_number(_Unknown(each, link=link), known, fitted, False, False) for each in fixed)
 
 
-def _number(unknown: _Unknown, known: Parameters, fitted: Parameters, told: bool) -> FittedNumber:
+def _number(unknown: _Unknown, known: Parameters, fitted: Parameters, told: bool, at_bound: bool) -> FittedNumber:
     what, place = _WORDS[unknown.quantity], unknown.place
     if unknown.link is None:
         key = unknown.compute or ("", "convolutional", "", False)
         before, after = (each.corrections[key].factor if key in each.corrections else 1.0 for each in (known, fitted))
-        return FittedNumber(what, place, before, after, "times", told)
+        return FittedNumber(what, place, before, after, "times", told, at_bound)
     size, kind = lookup_vm_size(unknown.link[0]), unknown.link[1]
     values, unit = [], ""
     for parameters in (known, fitted):
@@ -429,4 +476,4 @@ def _number(unknown: _Unknown, known: Parameters, fitted: Parameters, told: bool
             "skew": (100 * joined.skew, "%"),
         }[unknown.quantity]
         values.append(value)
-    return FittedNumber(what, place, values[0], values[1], unit, told)
+    return FittedNumber(what, place, values[0], values[1], unit, told, at_bound)

@@ -78,7 +78,9 @@ def _adjusted(joined: Joined, by: Adjustment) -> Joined:
             by.slowdown,
         ),
     )
-    return replace(joined, fabric=fabric, skew=by.skew * joined.skew, source=by.source, error=by.error)
+    # Runs inside of one node say nothing of what crosses nodes.
+    error = by.error if joined.fabric.nodes > 1 else by.inside_error
+    return replace(joined, fabric=fabric, skew=by.skew * joined.skew, source=by.source, error=error)
 
 
 def _with_slowdown(tier: Tier, factor: float) -> Tier:

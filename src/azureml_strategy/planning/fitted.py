@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,9 +12,10 @@ from typing import Any
 
 from azureml_strategy.network.vm_sizes import bare_name
 from azureml_strategy.planning.kernels import Efficiency
-from azureml_strategy.planning.networks import Family
+from azureml_strategy.planning.networks import Family, Network
 
 _MICRO = 1e-6
+_SAME_FLOPS = 0.01  # of two descriptions of one network, relative: a module counts what a name leaves out
 
 
 @dataclass(frozen=True)
@@ -97,18 +99,56 @@ LinkKey = tuple[str, str]
 
 
 @dataclass(frozen=True)
+class SeenNetwork:
+    """A network that a run trained, as far as it must be known again.
+
+    Attributes:
+        name: for a reader.
+        parameters: elements that are trained.
+        flops: of a forward and backward pass for one sample.
+    """
+
+    name: str
+    parameters: int
+    flops: float
+
+    def is_same(self, network: Network) -> bool:
+        """Whether it is this network, by whatever name."""
+        same_flops = abs(self.flops - network.flops) <= _SAME_FLOPS * network.flops
+        return self.parameters == network.parameters and same_flops
+
+
+@dataclass(frozen=True)
 class Correction:
     """What a user's runs say of the computation on a GPU.
 
     Attributes:
         factor: by which a step's kernels take longer than without it.
-        error: relative error to expect of computation.
+        error: relative error to expect of computation, of the networks and batches of the runs.
         source: the runs.
+        networks: that the runs trained.
+        smallest_batch: of the runs, in samples of a GPU.
+        largest_batch: the same.
     """
 
     factor: float
     error: float
     source: str
+    networks: tuple[SeenNetwork, ...] = ()
+    smallest_batch: float = 0.0
+    largest_batch: float = 0.0
+
+    def error_of(self, network: Network, batch_size: float, beyond: float) -> float:
+        """The relative error to expect of a network's computation.
+
+        Args:
+            network: whose computation it is.
+            batch_size: samples of a GPU.
+            beyond: error to add where the network is none of the runs', or the batch is outside of their range.
+        """
+        seen = any(each.is_same(network) for each in self.networks)
+        within = self.smallest_batch <= batch_size <= self.largest_batch
+        return self.error if seen and within else math.hypot(self.error, beyond)
 
 
 @dataclass(frozen=True)
@@ -121,7 +161,8 @@ class Adjustment:
         latency: of a message's latency between nodes.
         slowdown: of the odds of the slowdown s, which are s / (1 - s), so that it stays below 1.
         skew: of the wait for the slowest rank.
-        error: relative error to expect of what communication adds; None for that of the network.
+        error: relative error to expect of what communication between nodes adds; None for that of the network.
+        inside_error: the same inside a node.
         source: the runs.
     """
 
@@ -131,6 +172,7 @@ class Adjustment:
     slowdown: float = 1.0
     skew: float = 1.0
     error: float | None = None
+    inside_error: float | None = None
     source: str = ""
 
 

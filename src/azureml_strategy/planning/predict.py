@@ -304,7 +304,8 @@ def _optimizer_s(network: Network, gpu: GPU, moved: float, known: Parameters) ->
 def _corrected(network: Network, gpu: GPU, case: _Case, known: Parameters) -> tuple[float, str, float]:
     """The factor of `_anchor` with what the user's own runs say of it, its source, and the relative error to expect.
 
-    Where they were of the other mode, compiled or not, that counts, with the error of this mode added to theirs.
+    Where they were of the other mode, compiled or not, that counts, with the error of this mode added to theirs; where
+    they were of other networks or batches, the error of another network on the same GPU.
     """
     factor, basis, name = _anchor(network, gpu, case, known)
     error = known.errors[name]
@@ -312,11 +313,13 @@ def _corrected(network: Network, gpu: GPU, case: _Case, known: Parameters) -> tu
         known.corrections.get((gpu.model, network.family, case.precision, compiled))
         for compiled in (case.compiled, not case.compiled)
     )
+    beyond = known.errors["same_gpu"]
     if own is not None:
-        return own.factor * factor, own.source, own.error
+        return own.factor * factor, own.source, own.error_of(network, case.batch_size, beyond)
     if other is not None:
         mode = "eager" if case.compiled else "compiled"
-        return other.factor * factor, f"{other.source}, which were {mode}", math.hypot(other.error, error)
+        theirs = other.error_of(network, case.batch_size, beyond)
+        return other.factor * factor, f"{other.source}, which were {mode}", math.hypot(theirs, error)
     return factor, basis, error
 
 
