@@ -117,7 +117,7 @@ def test_a_recipe_of_ones_own_is_found_by_the_planned_file(log_run: Callable[...
         ({"azureml_strategy.recipe": ""}, {}, "no run of a recipe"),
         ({"azureml_strategy.recipe": "/etc/passwd"}, {}, "its recipe has the name"),
         ({"azureml_strategy.recipe": "resnet51"}, {}, "There is no recipe 'resnet51'"),
-        ({"azureml_strategy.overrides": "model._target_=os.system"}, {}, "names a class"),
+        ({"azureml_strategy.overrides": "model._target_=os.system"}, {}, "os.system, which is not made here"),
         ({"azureml_strategy.overrides": "'open quote"}, {}, "cannot be read"),
         ({"azureml_strategy.overrides": "modle.x=1"}, {}, "modle"),
         ({"throughput.unit": "furlongs"}, {}, "counted furlongs"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -13,19 +12,21 @@ from azureml_strategy.cluster.emulated import EMULATED_TAG
 from azureml_strategy.gpus import GPU, find_gpu, gpu_of
 from azureml_strategy.network.vm_sizes import VMSize, lookup_vm_size
 from azureml_strategy.planning.calibration import Observed
-from azureml_strategy.planning.candidates import own_settings, precision_on
+from azureml_strategy.planning.candidates import own_distribution, precision_on
 from azureml_strategy.planning.errors import PlanError
 from azureml_strategy.planning.past_run import logged_recipe
 from azureml_strategy.planning.predict import predict
-from azureml_strategy.planning.steps import STRATEGIES, Distribution
+from azureml_strategy.planning.steps import Distribution
+from azureml_strategy.planning.uncounted import refuse_uncounted
 from azureml_strategy.planning.workload import Workload, read_workload
 
 _RATE = "summary/samples_per_second"
 _MOST_WAIT = 0.1  # share of a step that waits for data, above which the rate is the loader's
 _LEAST_STEPS = 20  # fewer say more of the start than of the rate
 # A rate that is so many times what the GPUs compute without links is of another step, and one that is so small a part
-# of what is predicted is of something sick: of Azure's published rates, the worst is predicted 1.6 times (docs/plan.md).
+# of what is predicted is of something sick: the worst of Azure's published rates is predicted 1.6 times (docs/plan.md).
 _TOO_FAST, _TOO_SLOW = 5.0, 0.3
+_MARKS = ("_target_", "_partial_", "${")
 _NETWORKS = {"infiniband": "infiniband", "socket": "ethernet", "roce": "ethernet"}
 _DIGITS = re.compile(r"[0-9a-f]{32}")
 
@@ -70,7 +71,13 @@ def observe_runs(runs: Sequence[LoggedRun], recipe: str = "") -> tuple[list[Obse
     """
     found: dict[str, Observed] = {}
     left_out = []
-    workload_of = cache(read_workload)  # runs of one recipe differ in their places, most of the time
+
+    @cache  # runs of one recipe differ in their places, most of the time
+    def workload_of(name: str, overrides: tuple[str, ...]) -> Workload:
+        # A store may say anything: what it says names no class, unless the recipe of one's own does.
+        may_name = any(mark in each for each in overrides for mark in _MARKS)
+        return read_workload(name, overrides, only_ours=name != recipe or may_name)
+
     for run in runs:
         if run.run_id in found:
             left_out.append(f"{run.run_id} is named twice and counts once.")
@@ -93,6 +100,7 @@ def _observe(run: LoggedRun, recipe: str, workload_of: Callable[[str, tuple[str,
     if devices % nodes:
         raise PlanError(f"it logged {devices} devices on {nodes} nodes, which do not have as many each.")
     workload = workload_of(*logged_recipe(run.tags, run.params, recipe))
+    refuse_uncounted(workload.uncounted)
     if run.tags.get("throughput.unit", workload.unit) != workload.unit:
         raise PlanError(f"it counted {run.tags['throughput.unit']}, and its recipe counts {workload.unit}.")
     arguments: dict[str, Any] = {
@@ -104,7 +112,7 @@ def _observe(run: LoggedRun, recipe: str, workload_of: Callable[[str, tuple[str,
         "gpus_per_node": devices // nodes,
         "precision": precision_on(workload, gpu),
         "compiled": run.tags.get("azureml_strategy.compiled") == "true",
-        "strategy": _distribution(workload, devices),
+        "strategy": _distribution(workload, nodes, devices // nodes),
         "optimizer": workload.optimizer,
         "interconnect": _NETWORKS.get(run.tags.get("network.transport", "")) if nodes > 1 else None,
     }
@@ -156,12 +164,10 @@ def _place(run: LoggedRun) -> tuple[VMSize | None, GPU]:
     return size, gpu
 
 
-def _distribution(workload: Workload, devices: int) -> Distribution:
-    if workload.strategy not in STRATEGIES:
-        if devices > 1:
-            raise PlanError(f"its strategy, {workload.strategy}, is not planned.")
+def _distribution(workload: Workload, nodes: int, per_node: int) -> Distribution:
+    if nodes * per_node == 1:  # nothing is distributed, whatever would distribute it
         return Distribution(accumulate=workload.accumulate)
-    return replace(own_settings(workload, workload.strategy), accumulate=workload.accumulate)
+    return own_distribution(workload, nodes, per_node)
 
 
 def _check_rate(rate: float, arguments: Mapping[str, Any]) -> None:
