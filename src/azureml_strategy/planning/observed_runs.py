@@ -24,7 +24,7 @@ _RATE = "summary/samples_per_second"
 _MOST_WAIT = 0.1  # share of a step that waits for data, above which the rate is the loader's
 _LEAST_STEPS = 20  # fewer say more of the start than of the rate
 # A rate that is so many times what the GPUs compute without links is of another step, and one that is so small a part
-# of what is predicted is of something sick: of Azure's published rates, the worst is predicted 1.6 times (docs/plan.md).
+# of what is predicted is of something sick: of Azure's clusters of 2018, the worst rate is off by 59 % (docs/plan.md).
 _TOO_FAST, _TOO_SLOW = 5.0, 0.3
 _NETWORKS = {"infiniband": "infiniband", "socket": "ethernet", "roce": "ethernet"}
 _DIGITS = re.compile(r"[0-9a-f]{32}")
